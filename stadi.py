@@ -1,0 +1,2940 @@
+#!/usr/bin/env python3
+# This Source Code Form is subject to the terms of the Mozilla Public License, v. 2.0.
+# If a copy of the MPL was not distributed with this file, You can obtain one at https://mozilla.org/MPL/2.0/.
+"""stadi: a GPU slot broker. One card, several engines that cannot share it, one file that owns the card.
+
+A language model (llama.cpp's router, or Ollama) and an image model (stable-diffusion.cpp's sd-server, or ComfyUI)
+each believe that the card is their own; whichever loads second runs out of memory. stadi stands in front of all
+of them. The way of a request:
+
+    1. a Front accepts the connection, the strict reader of the Wire room takes the head (or answers 400);
+    2. the Routes decide from method, path and query alone: take (needs the card), pass (touches no GPU),
+       watch (only while that engine is loaded), own (stadi answers itself);
+    3. who takes the card has its body read first, then waits in the Card's queue;
+    4. the Card lets the holds in flight end, evicts the engines that are resident, waits until the VRAM has
+       returned, makes the wanted engine ready (a hand-over, done by one thread, outside the lock), and grants;
+    5. the Relay passes the bytes on, both ways, as they come;
+    6. the hold ends with the answer, or, where a job goes on after its answer, with the job (a follower).
+
+The one promise: at any moment the holds belong to one engine. Everything else may fail; this may not.
+
+The rooms, in reading order; each uses only those above it:
+
+    Settings    one table; flags, environment, -h and the README come from it
+    VRAM        who reads the card, and when it counts as given back
+    Card        the lock, the queue, the hand-over, the ledger; knows no HTTP and no engine by name
+    Child       the sd-server process: started, watched, ended with its whole group
+    Engines     one class each: resident, busy, evict, ready, follow
+    Routes      tables, and the one function that classifies
+    Wire        heads and bodies of HTTP/1.1, read strictly
+    Relay       one exchange from client to engine and back
+    Eyes        status, health, metrics, log
+    Front       servers and the handler: from a route's class to card, relay or answer
+    main        settings, signals, wiring
+"""
+import collections
+import contextlib
+import errno
+import functools
+import http.client
+import http.server
+import ipaddress
+import json
+import logging
+import os
+import re
+import resource
+import select
+import shlex
+import shutil
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+import urllib.parse
+from typing import NamedTuple
+
+VERSION = "0.1.0"
+MIB, GIB = 1 << 20, 1 << 30
+LLM, IMAGE = "llm", "image"
+
+log = logging.getLogger("stadi")
+
+
+# ----- Settings -----------------------------------------------------------------------------------------------
+
+class Usage(Exception):
+    """A setting that cannot be used; the text is one line that says what to write instead."""
+
+
+class Endpoint(NamedTuple):
+    """Where an engine listens, or where stadi does."""
+    host: str
+    port: int
+
+    def __str__(self):
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self):
+        return self.host == "localhost" or is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback
+
+
+def is_ip(text):
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return False
+
+
+UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+DURATION = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
+
+
+def duration(text):
+    """Seconds, from Go's notation."""
+    if text != "0" and not re.fullmatch(f"(?:{DURATION})+", text, re.ASCII):
+        raise ValueError("is no duration; write 5s, 5m, 1h30m, 500ms or 0")
+    return sum(float(number) * UNITS[unit] for number, unit in re.findall(DURATION, text, re.ASCII))
+
+
+def listen_address(text):
+    """An Endpoint to listen on, or None for off; an empty host is every address."""
+    if text == "off":
+        return None
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]*)):(\d{1,5})", text, re.ASCII)
+    host = found and (found[1] or found[2] or "")
+    if not found or int(found[3]) > 65535 or host not in ("", "localhost") and not is_ip(host):
+        raise ValueError("is no address to listen on; write 127.0.0.1:55558, :55558, [::1]:55558 or off")
+    return Endpoint(host.replace("localhost", "127.0.0.1"), int(found[3]))
+
+
+def engine_url(text):
+    """An Endpoint of an engine, or None for off."""
+    if text == "off":
+        return None
+    try:
+        parts = urllib.parse.urlsplit(text)
+        good = parts.scheme == "http" and parts.hostname and parts.path in ("", "/") and not parts.query
+        good = good and not parts.fragment and parts.username is None
+        return Endpoint(parts.hostname, parts.port or 80) if good else _no_url()
+    except ValueError:
+        return _no_url()
+
+
+def _no_url():
+    raise ValueError("is no engine's address; write http://127.0.0.1:55555 (host and port, nothing behind) or off")
+
+
+def gibibytes(text):
+    if not re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
+        raise ValueError("is no size; write a number of GiB, such as 2 or 0.5")
+    return int(float(text) * GIB)
+
+
+def command_line(text):
+    """Words of a command line: split at spaces, or as a shell does where quotes or backslashes stand in it."""
+    try:
+        return shlex.split(text) if set(text) & set("'\"\\") else text.split()
+    except ValueError as error:
+        raise ValueError(f"cannot be split into words: {error}; close the quote") from None
+
+
+def names(text):
+    """Lower-case items of a comma-separated list."""
+    return tuple(item.strip().lower() for item in text.split(",") if item.strip())
+
+
+def paths(text):
+    items = tuple(item.strip() for item in text.split(",") if item.strip())
+    if not all(re.fullmatch(r"(/[A-Za-z0-9_.-]+)+", item) for item in items):
+        raise ValueError("is no list of paths; write /sam/detect,/sam/prepare")
+    return items
+
+
+def one_of(*choices):
+    def choose(text):
+        if text.lower() not in choices:
+            raise ValueError(f"is none of {', '.join(choices)}")
+        return text.lower()
+    return choose
+
+
+class Setting(NamedTuple):
+    flag: str
+    variable: str       # environment variable, "" where there is none
+    default: str
+    read: object        # text -> value; ValueError says what to write instead
+    help: str
+
+
+SETTINGS = tuple(Setting(*row) for row in (
+    ("listen", "STADI_LISTEN", "127.0.0.1:55558", listen_address,
+     "where stadi answers for the router and sd-server; :port is every address, [::1]:port works; off"),
+    ("llm", "STADI_LLM", "http://127.0.0.1:55555", engine_url, "llama.cpp's router (llama-server without a model); off"),
+    ("llm-key", "STADI_LLM_KEY", "", str, "the router's --api-key, for stadi's own calls; never shown or logged"),
+    ("sd", "STADI_SD", "http://127.0.0.1:55557", engine_url, "where sd-server, stadi's child, comes up; off"),
+    ("idle", "STADI_IDLE", "5m", duration, "stop sd-server this long after the last image request ended; 0 never"),
+    ("busy-wait", "STADI_BUSY_WAIT", "2m", duration, "how long a chat waits for a render, then 503; 0 without end"),
+    ("image-wait", "STADI_IMAGE_WAIT", "10m", duration,
+     "how long an image request waits for chats, then 503 (behind other renders does not count); 0 without end"),
+    ("render-wait", "STADI_RENDER_WAIT", "1h", duration,
+     "bound on one render; then sd-server is stopped and the client gets 504; 0 none"),
+    ("vram-wait", "STADI_VRAM_WAIT", "45s", duration,
+     "bound on the card's memory coming back, and on the router's unloading; then a warning, and on"),
+    ("load-wait", "STADI_LOAD_WAIT", "15m", duration, "bound on sd-server's port appearing"),
+    ("free-gib", "", "2", gibibytes, "the card counts as free below this many GiB used"),
+    ("gpu", "STADI_GPU", "", str,
+     "which card to read: an index, a PCI address, none; without it the card with the most VRAM"),
+    ("vram-cmd", "STADI_VRAM_CMD", "", command_line,
+     "a command that prints the MiB used, where neither amdgpu nor nvidia-smi can tell"),
+    ("sd-bin", "STADI_SD_BIN", "sd-server", str, "the sd-server program; a bare name is looked up on PATH"),
+    ("sd-args", "STADI_SD_ARGS", "", command_line, "sd-server's whole command line in one string; required while sd is on"),
+    ("sd-log-dir", "STADI_SD_LOG_DIR", "", str,
+     "where sd-server.log goes; without it $XDG_CACHE_HOME/stadi, else ~/.cache/stadi"),
+    ("allow-host", "STADI_ALLOW_HOST", "", names, "more names that clients may call stadi by, comma-separated"),
+    ("allow-origin", "STADI_ALLOW_ORIGIN", "", names, "web origins whose pages may use stadi, comma-separated"),
+    ("stall", "STADI_STALL", "30s", duration, "a client that neither sends nor takes a byte for this long is cut off"),
+    ("keepalive", "STADI_KEEPALIVE", "75s", duration, "how long an idle client connection stays open"),
+    ("log-level", "LOG_LEVEL", "info", one_of("debug", "info", "warning", "error"),
+     "debug, info, warning or error; debug shows every step of the lock"),
+    ("log-format", "LOG_FORMAT", "text", one_of("text", "json"), "text or json"),
+))
+SWITCHES = {"check": "look at the world with these settings, say what to do, and exit, writing nothing",
+            "version": "print the version and exit", "h": "print this help and exit"}
+ALIASES = {"help": "h"}
+COMMANDS = {}
+
+
+def read_settings(argv, environ):
+    """All settings as a namespace (busy_wait for -busy-wait, and so on), from flags, then environment, then default.
+
+    Flags are Go's: -x v, -x=v, --x v, --x=v; the value is whatever comes next. Raises Usage.
+    """
+    given, switches, command = {}, set(), ""
+    known = {setting.flag: setting for setting in SETTINGS}
+    words = collections.deque(argv)
+    while words:
+        word = words.popleft()
+        found = re.fullmatch(r"--?([a-z][a-z-]*)(?:=(.*))?", word, re.DOTALL)
+        flag = found and ALIASES.get(found[1], found[1])
+        if not found and word in COMMANDS and not command:
+            command = word
+        elif flag in SWITCHES and found[2] is None:
+            switches.add(flag)
+        elif flag not in known:
+            raise Usage(f"{word!r} is no flag of stadi; -h lists them")
+        elif found[2] is None and not words:
+            raise Usage(f"-{flag} needs a value")
+        else:
+            given[flag] = found[2] if found[2] is not None else words.popleft()
+    values = types.SimpleNamespace(command=command, given=set(given), **{name: name in switches for name in SWITCHES})
+    for setting in SETTINGS:
+        text = given.get(setting.flag) or environ.get(setting.variable) or setting.default
+        name = f"-{setting.flag}" + (f" ({setting.variable})" if setting.variable else "")
+        try:
+            setattr(values, setting.flag.replace("-", "_"), setting.read(text))
+        except ValueError as error:
+            raise Usage(f"{name}: {text!r} {error}") from None
+    return values
+
+
+def complete(values, environ):
+    """Fill in what depends on other settings, and refuse combinations that cannot work. Raises Usage."""
+    if not values.listen:
+        values.llm = values.sd = None
+    if values.sd and not values.sd_args:
+        raise Usage("-sd-args (STADI_SD_ARGS): missing; give sd-server's command line, such as '-m model.gguf',"
+                    " or -sd off")
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    values.sd_log_dir = os.path.abspath(values.sd_log_dir or os.path.join(cache, "stadi"))
+    return values
+
+
+def usage():
+    """The text of -h."""
+    lines = ["usage: stadi.py [flags]     flags first, then the environment, then the default", ""]
+    for setting in SETTINGS:
+        lines.append(f"  -{setting.flag} {setting.default}".rstrip() + (f"   [{setting.variable}]" if setting.variable else ""))
+        lines.append(f"        {setting.help}")
+    lines += [f"  -{name}\n        {text}" for name, text in SWITCHES.items()]
+    return "\n".join(lines)
+
+
+# ----- VRAM ---------------------------------------------------------------------------------------------------
+
+STEADY_SECONDS = 2.0            # the driver frees in steps; a level that lasts this long is the level
+STEADY_BYTES = 64 * MIB
+FLOOR_BYTES = 256 * MIB         # what contexts of a desktop vary by
+BLIND_SECONDS = 5.0             # no reading for this long: the card can't be seen, go on
+
+
+class Reading(NamedTuple):
+    used: int                   # bytes
+    total: int | None           # bytes, where the source knows
+
+
+class Meter:
+    """Reads the VRAM in use. A read that hangs (nvidia-smi, with a wedged driver) costs its thread, never the caller."""
+
+    def __init__(self, source, read, every=0.05):
+        self.source, self.every = source, every      # every: seconds between two readings of one wait
+        self.last, self.error = None, ""
+        self._read, self._lock, self._thread = read, threading.Lock(), None
+
+    def read(self, seconds=BLIND_SECONDS):
+        """A fresh Reading, or None after at most this many seconds; then .error says why."""
+        if self._read is None:
+            return None
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._fresh = None
+                self._thread = threading.Thread(target=self._attempt, name="vram", daemon=True)
+                self._thread.start()
+            thread = self._thread
+        thread.join(seconds)
+        if thread.is_alive():
+            self.error = f"{self.source} does not answer"
+            return None
+        return self._fresh
+
+    def _attempt(self):
+        try:
+            self._fresh = self.last = self._read()
+            self.error = ""
+        except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+            self.error = f"{self.source}: {error or type(error).__name__}"
+
+
+def _printed(command):
+    """What a command prints, as lines; bounded. The source's own failure is a ValueError with its last words."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=BLIND_SECONDS)
+    if done.returncode:
+        raise ValueError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-200:]}")
+    return done.stdout.strip().splitlines()
+
+
+def _amdgpu(folder):
+    def number(name):
+        with open(os.path.join(folder, name), encoding="ascii") as file:
+            return int(file.read())
+    return lambda: Reading(number("mem_info_vram_used"), number("mem_info_vram_total"))
+
+
+NVIDIA = ["nvidia-smi", "--query-gpu=index,pci.bus_id,memory.used,memory.total", "--format=csv,noheader,nounits"]
+
+
+def _nvidia(address):
+    def read():
+        for line in _printed(NVIDIA):
+            _, bus, used, total = (part.strip() for part in line.split(","))
+            if bus == address:
+                return Reading(int(used) * MIB, int(total) * MIB)
+        raise ValueError(f"no card {address}")
+    return read
+
+
+def _same_address(wanted, address):
+    """PCI addresses with and without their domain, which nvidia-smi writes with eight digits and sysfs with four."""
+    return wanted.lower().split(":")[-2:] == address.lower().split(":")[-2:]
+
+
+def cards(environ):
+    """Every card that can be read: (source, PCI address, total bytes, index, read, seconds between readings)."""
+    root = environ.get("STADI_DRM_ROOT") or "/sys/class/drm"
+    found = []
+    folders = [name for name in os.listdir(root) if re.fullmatch(r"card\d+", name)] if os.path.isdir(root) else []
+    for folder in sorted(folders, key=lambda name: int(name[4:])):
+        device = os.path.join(root, folder, "device")
+        with contextlib.suppress(OSError, ValueError):
+            read = _amdgpu(device)
+            address = os.path.basename(os.path.realpath(device))
+            found.append((f"amdgpu {folder}", address, read().total, str(len(found)), read, 0.05))
+    if shutil.which("nvidia-smi"):
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            for line in _printed(NVIDIA):
+                index, address, _, total = (part.strip() for part in line.split(","))
+                found.append((f"nvidia-smi {index}", address, int(total) * MIB, index, _nvidia(address), 0.25))
+    return found
+
+
+def find_meter(settings, environ):
+    """The Meter of the card that the settings name; one with source "none" where nothing can be read. Raises Usage."""
+    if settings.vram_cmd:
+        return Meter("vram-cmd", lambda: Reading(int(float(_printed(settings.vram_cmd)[0]) * MIB), None), 0.25)
+    if settings.gpu == "none":
+        return Meter("none", None)
+    found = cards(environ)
+    if settings.gpu:
+        chosen = [card for card in found if settings.gpu == card[3] or
+                  ":" in settings.gpu and _same_address(settings.gpu, card[1])]
+        if not chosen:
+            there = "; ".join(f"{card[3]} is {card[0]} at {card[1]}" for card in found) or "no card can be read here"
+            raise Usage(f"-gpu (STADI_GPU): no card {settings.gpu!r}; {there}; or none")
+        found = chosen
+    if not found:
+        return Meter("none", None)
+    source, _, _, _, read, every = max(found, key=lambda card: card[2])
+    return Meter(source, read, every)
+
+
+class Settling:
+    """Decides, reading by reading, whether the card has been given back. Pure: time comes in as an argument."""
+
+    def __init__(self, before, floor, free_below):
+        self.before, self.floor, self.free_below = before, floor, free_below     # bytes; before and floor may be None
+        self.lowest = None
+        self._level = self._since = None
+
+    def back(self, now, used):
+        """Whether this reading (bytes, at now seconds) completes the proof."""
+        self.lowest = used if self.lowest is None else min(self.lowest, used)
+        if self._level is None or abs(used - self._level) > STEADY_BYTES:
+            self._level, self._since = used, now
+        if used < self.free_below:
+            return True
+        if now - self._since < STEADY_SECONDS:
+            return False
+        if self.floor is not None:
+            return used <= self.floor + FLOOR_BYTES
+        return self.before is not None and used < self.before - STEADY_BYTES
+
+
+class Vram:
+    """The card's memory: its meter, its floor, and the wait for its return. Used by the hand-over's thread."""
+
+    def __init__(self, meter, free_below, wait, clock=time.monotonic, sleep=time.sleep):
+        self.meter, self.free_below, self.bound = meter, free_below, wait
+        self.floor = None       # bytes: the lowest level seen after a verified eviction, while nothing was resident
+        self._clock, self._sleep = clock, sleep
+
+    def used(self):
+        reading = self.meter.read()
+        return reading and reading.used
+
+    def wait_back(self, before, verified):
+        """Wait until what was evicted has left the card; "" or a warning that says how much is still used."""
+        if self.meter.source == "none":
+            return ""
+        start = seen = self._clock()
+        settling = Settling(before, self.floor, self.free_below)
+        while True:
+            reading, now = self.meter.read(), self._clock()
+            if reading:
+                seen = now
+                if settling.back(now, reading.used):
+                    if verified:
+                        self.floor = min(settling.lowest, settling.lowest if self.floor is None else self.floor)
+                    return ""
+            elif now - seen >= BLIND_SECONDS:
+                return f"VRAM cannot be read ({self.meter.error}): went on without"
+            if now - start >= self.bound:
+                if verified and settling.lowest is not None:
+                    self.floor = settling.lowest
+                used = f"{reading.used / GIB:.1f} GiB still used" if reading else self.meter.error
+                return f"VRAM did not return within {self.bound:g}s (-vram-wait): {used}; went on"
+            self._sleep(self.meter.every)
+
+# ----- Card ---------------------------------------------------------------------------------------------------
+#
+# One lock guards every field of the Card. Two kinds of thread wait on it: requests, each on the Condition of its own
+# Waiter (`turn`), and the mover, on `work`. Whoever changes a field calls _advance(), which grants what can be granted
+# and wakes the mover if a hand-over is due; so no change can be forgotten. Decisions are made under the lock, engines
+# are called outside of it, by the mover alone.
+
+class Refused(Exception):
+    """An answer of stadi's own instead of the engine's. `everyone`: all that wait are told, not only this engine's."""
+
+    def __init__(self, status, message, kind="unavailable_error", retry_after=None, everyone=False):
+        super().__init__(message)
+        self.status, self.kind, self.retry_after, self.everyone = status, kind, retry_after, everyone
+
+
+class Gone(Exception):
+    """The client left; nobody is there to be answered."""
+
+
+class GivenUp(Exception):
+    """A hand-over that nobody wants any more, ended on purpose."""
+
+
+class Eviction(NamedTuple):
+    freed: bool                 # something was really asked to let go
+    verified: bool              # and it was seen to have done so
+    note: str = ""
+
+
+class Hold:
+    """One right to use the card. Ends once: by release(), or by revoke()."""
+
+    def __init__(self, number, engine, what, since, began):
+        self.id, self.engine, self.what, self.since, self.began = number, engine, what, since, began
+        self.job = None                     # the asynchronous job that keeps it after the answer
+        self.unwanted = False               # its client left, but the work goes on
+        self.revoked = ""                   # why it was taken away
+        self.over = threading.Event()       # set when it was taken away: its follower stops
+        self.on_revoke = lambda: None       # ends the work; called outside the lock
+
+
+class Waiter:
+    """A request in the queue. `turn` is notified when hold or error is set, or when its limit starts to count."""
+
+    def __init__(self, lock, number, engine, what, arrived, limit, joins, blocked):
+        self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
+        self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
+        self.turn = threading.Condition(lock)
+        self.hold = self.error = None
+
+
+class Handover:
+    """The card on its way to `to` (an engine, or None: to nobody); phases timed in milliseconds."""
+
+    def __init__(self, to, why, requester, evict, began):
+        self.to, self.why, self.requester, self.evict, self.began = to, why, requester, evict, began
+        self.cancelled = threading.Event()          # set when nobody wants it any more
+        self.phase, self.phase_since = "drain", began
+        self.ms = dict.fromkeys(("drain", "evict", "vram", "start"), 0)
+        self.running = False                        # False: holds are still in the way
+        self.notes, self.moved = [], False          # moved: something was evicted or started
+        self.gone, self.asked = [], None            # names of what was evicted; the engine asked whether it is busy
+        self.before = self.after = None
+
+
+def choose(waiters, now, job_seconds):
+    """Who is next. waiters are in order of arrival; job_seconds(engine) is a job's expected time, or None.
+
+    (a) LLM requests that would reach their limit before another image job could end, never past an image job that
+    came before them; (b) image jobs; (c) LLM requests. Oldest first in each.
+    """
+    image = next((w for w in waiters if w.engine.kind == IMAGE), None)
+    if image is None:
+        return waiters[0] if waiters else None
+    expected = job_seconds(image.engine)
+    for waiter in waiters:
+        if waiter is image:
+            break
+        if waiter.limit and (expected is None or waiter.arrived + waiter.limit < now + 2 * expected):
+            return waiter
+    return image
+
+
+class Card:
+    """The one GPU, and who may use it. Engines: .name, .kind, .idle_after, .busy_limit, resident(), busy(), evict(),
+    ready(cancelled), as in the room Engines; vram as in the room VRAM."""
+
+    def __init__(self, engines, vram, clock=time.monotonic, tell=lambda event, **fields: None):
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)    # the mover's: a hand-over may be due
+        self._engines, self._vram, self._clock, self._tell = tuple(engines), vram, clock, tell
+        self._holds = {}                                # id -> Hold; all of one engine
+        self._waiters = []                              # in order of arrival
+        self._owner = None                              # the engine made ready last; None: nobody, or unknown
+        self._handover = None
+        self._numbers = iter(range(1, sys.maxsize))
+        self._idle_since = clock()
+        self._blocked_total, self._blocked_since = 0.0, None    # seconds in which LLM holds stood in the way
+        self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=50))   # engine -> image jobs
+        self._residents = {}                            # engine name -> last answer
+        self._ledger = collections.deque(maxlen=50)
+        self._closed = None
+
+    # -- requests --
+
+    def acquire(self, engine, what, limit, joins=False, on_wait=None):
+        """Wait for a hold. limit: seconds (rule 4), 0 for none. joins: may queue inside the engine beside its other
+        jobs. on_wait(leave) is told how to leave the queue. Raises Refused, or Gone."""
+        with self._lock:
+            waiter = self._enter(engine, what, limit, joins)
+            self._advance()
+            if waiter.hold:
+                return waiter.hold
+        if on_wait:
+            on_wait(lambda: self._leave(waiter))
+        with self._lock:
+            while not (waiter.hold or waiter.error):
+                left = self._left(waiter, self._clock())
+                if left is not None and left <= 0:
+                    self._drop(waiter, self._too_late(waiter))
+                    break
+                waiter.turn.wait(left)
+        if waiter.error:
+            raise waiter.error
+        return waiter.hold
+
+    def _enter(self, engine, what, limit, joins=False):
+        if self._closed:
+            raise self._closed
+        now = self._clock()
+        waiter = Waiter(self._lock, next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
+        self._waiters.append(waiter)
+        return waiter
+
+    def watch(self, engine, what):
+        """A hold for a look at an LLM engine, only while it has the card or nobody does, else None; never waits."""
+        with self._lock:
+            if self._closed or self._waiters or self._handover or self._owner not in (engine, None):
+                return None
+            return self._grant(Waiter(self._lock, next(self._numbers), engine, what, self._clock(), 0, False, 0.0))
+
+    def free_for(self, engine):
+        """Whether a request for engine that came now would have the card (almost) at once."""
+        with self._lock:
+            return self._owner is engine and not (self._waiters or self._handover) and (
+                not self._holds or self._can_share(engine, joins=False))
+
+    def has(self, engine):
+        """Whether engine has the card now, by its holds or as the last that was made ready."""
+        with self._lock:
+            return self._owner is engine and not (self._handover and self._handover.running)
+
+    def release(self, hold):
+        """End a hold; one that was revoked has ended already."""
+        with self._lock:
+            if self._holds.pop(hold.id, None):
+                self._ended(hold)
+                self._advance()
+
+    def revoke(self, hold, why):
+        """Take a hold away from its owner, who is told by on_revoke. True if it was still there."""
+        with self._lock:
+            if not self._holds.pop(hold.id, None):
+                return False
+            hold.revoked = why
+            self._ended(hold)
+        hold.over.set()
+        hold.on_revoke()
+        with self._lock:
+            self._advance()
+        return True
+
+    def reconsider(self, hold):
+        """The client of this hold left, and nobody wants the work that goes on: it may be ended for the next."""
+        with self._lock:
+            hold.unwanted = True
+            self._advance()
+
+    def close(self, error):
+        """Refuse everyone from now on, those who wait included."""
+        with self._lock:
+            self._closed = error
+            while self._waiters:
+                self._drop(self._waiters[0], error)
+
+    def _leave(self, waiter):
+        with self._lock:
+            if waiter in self._waiters:
+                self._drop(waiter, Gone())
+
+    def _drop(self, waiter, error):
+        self._waiters.remove(waiter)
+        waiter.error = error
+        waiter.turn.notify()
+        if not self._waiters and not self._holds:
+            self._idle_since = self._clock()
+        self._advance()
+
+    # -- limits --
+
+    def _blocked(self, now):
+        return self._blocked_total + (now - self._blocked_since if self._blocked_since is not None else 0)
+
+    def _count_blocked(self):
+        """Keep the clock of image requests: it runs while LLM holds, or their drain, stand in the way."""
+        in_way = [hold.engine for hold in self._holds.values()]
+        if self._handover and self._handover.asked:
+            in_way.append(self._handover.asked)
+        blocked, now = any(engine.kind == LLM for engine in in_way), self._clock()
+        if blocked != (self._blocked_since is not None):
+            self._blocked_total, self._blocked_since = self._blocked(now), now if blocked else None
+            self._recount()
+
+    def _recount(self):
+        """Which limits count has changed: let every waiter look again."""
+        for waiter in self._waiters:
+            waiter.turn.notify()
+
+    def _left(self, waiter, now):
+        """Seconds until this waiter's limit; None while no limit counts."""
+        moving = self._handover
+        if not waiter.limit or moving and moving.running and moving.to is waiter.engine and moving.phase != "drain":
+            return None
+        if waiter.engine.kind == LLM:
+            return waiter.arrived + waiter.limit - now
+        if self._blocked_since is None:
+            return None
+        return waiter.limit - (self._blocked(now) - waiter.blocked)
+
+    def _too_late(self, waiter):
+        message = f"{waiter.what} waited {waiter.limit:g}s for the card; {self._reason()}"
+        return Refused(503, message, "busy", self.retry_after(waiter.engine))
+
+    def _reason(self):
+        """Who has the card, since when, and why, in words."""
+        now, moving = self._clock(), self._handover
+        if self._holds:
+            hold = next(iter(self._holds.values()))
+            doing = f"job {hold.job}" if hold.job else hold.what
+            return f"{hold.engine.name} has had it for {now - hold.since:.0f}s ({doing})"
+        if moving and moving.running:
+            return (f"it is on its way to {moving.to.name if moving.to else 'nobody'}, in the phase {moving.phase} "
+                    f"for {now - moving.phase_since:.0f}s ({moving.why})")
+        return "others were before it"
+
+    def retry_after(self, engine):
+        """Seconds after which to ask again: what this engine's hand-over and the holder's job usually take."""
+        moves = [sum(row[f"{phase}_ms"] for phase in ("evict", "vram", "start")) / 1000
+                 for row in self._ledger if row["to"] == engine.name and not row["error"]]
+        holder = next((hold.engine for hold in self._holds.values()), None)
+        guess = (statistics.median(moves) if moves else 5) + (self._job_seconds(holder) or 5 if holder else 0)
+        return max(1, min(600, round(guess)))
+
+    # -- decisions, all under the lock --
+
+    def _job_seconds(self, engine):
+        return statistics.median(self._seconds[engine]) if self._seconds.get(engine) else None
+
+    def _next(self):
+        return choose(self._waiters, self._clock(), self._job_seconds)
+
+    def _can_share(self, engine, joins):
+        """Whether a hold can be added without a hand-over. An image job alone has the other engines asked first."""
+        if self._owner is not engine or self._handover and self._handover.running:
+            return False
+        if not self._holds:
+            return engine.kind == LLM
+        return (engine.kind == LLM or joins) and all(hold.engine is engine for hold in self._holds.values())
+
+    def _grant(self, waiter, began=None):
+        now = self._clock()
+        if any(hold.engine is not waiter.engine for hold in self._holds.values()):
+            raise AssertionError("the promise: two engines would hold the card")
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        hold = waiter.hold = Hold(waiter.id, waiter.engine, waiter.what, now, now if began is None else began)
+        self._holds[hold.id] = hold
+        self._count_blocked()
+        self._tell("grant", hold=hold.id, engine=hold.engine.name, what=hold.what, waited=now - waiter.arrived)
+        waiter.turn.notify()
+        return hold
+
+    def _ended(self, hold):
+        now = self._clock()
+        if hold.engine.kind == IMAGE:
+            self._seconds[hold.engine].append(now - hold.began)
+        if not self._holds:
+            self._idle_since = now
+        self._count_blocked()
+        self._tell("release", hold=hold.id, engine=hold.engine.name, what=hold.what, held=now - hold.since,
+                   revoked=hold.revoked)
+
+    def _advance(self):
+        """Grant whatever can be granted now; settle what the mover has to do. Called after every change."""
+        if self._closed:
+            return None
+        if self._handover and self._handover.running:
+            return self._still_wanted()
+        while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
+            self._grant(waiter)
+        if waiter is None:
+            self._handover = None
+        elif not self._handover or self._handover.requester is not waiter:
+            began = self._handover.began if self._handover and self._handover.to is waiter.engine else self._clock()
+            evict = [engine for engine in self._engines if engine is not waiter.engine]
+            self._handover = Handover(waiter.engine, waiter.what, waiter, evict, began)
+        return self._work.notify()
+
+    def _still_wanted(self):
+        """Rule 5: a hand-over outlives its requester unless the next in line is for another engine."""
+        moving, waiter = self._handover, self._next()
+        if not moving.requester or moving.requester in self._waiters or moving.requester.hold:
+            return
+        if waiter and waiter.engine is moving.to:
+            moving.requester = waiter
+        elif waiter or moving.asked:
+            moving.cancelled.set()
+
+    def _idle_left(self):
+        """Seconds until the owner's time is up; None where no clock runs."""
+        owner = self._owner
+        if not owner or not owner.idle_after or self._holds or self._waiters or self._handover or self._closed:
+            return None
+        return self._idle_since + owner.idle_after - self._clock()
+
+    # -- the mover --
+
+    def run(self):
+        """The mover's life: every hand-over, one after the other. Never returns."""
+        while True:
+            with self._lock:
+                while not (due := self._due()):
+                    self._work.wait(self._idle_left())
+            self.move(*due)
+
+    def _due(self):
+        """What the mover has to do now: (hand-over, holds to revoke first), or None."""
+        moving = self._handover
+        if moving and not moving.running:
+            in_way = list(self._holds.values())
+            unwanted = all(hold.unwanted and hold.engine is not moving.to for hold in in_way)
+            if not in_way or unwanted:
+                moving.running = True
+                if self._owner is moving.to:        # it waited for its own engine's jobs: no drain
+                    moving.began = moving.phase_since = self._clock()
+                for hold in in_way:
+                    del self._holds[hold.id]
+                    hold.revoked = "nobody waits for it any more"
+                    self._ended(hold)
+                return moving, in_way
+        left = self._idle_left()
+        if left is not None and left <= 0:
+            self._handover = Handover(None, "idle", None, [self._owner], self._clock())
+            self._handover.running = True
+            return self._handover, []
+        return None
+
+    def move(self, moving, revoked=()):
+        """Carry out one hand-over, and tell everybody how it ended."""
+        error = None
+        for hold in revoked:
+            hold.over.set()
+            hold.on_revoke()
+        try:
+            self._vacate(moving)
+            if moving.to:
+                self._phase(moving, "start")
+                if moving.cancelled.is_set():
+                    raise GivenUp
+                moving.moved |= bool(moving.to.ready(moving.cancelled))
+        except (Refused, GivenUp) as failure:
+            error = failure
+        except Exception as failure:        # a fault of stadi's own must not cost the card
+            log.exception("hand-over failed")
+            error = Refused(500, f"hand-over to {moving.to.name if moving.to else 'nobody'} failed: {failure!r}")
+        self._finish(moving, error)
+
+    def _vacate(self, moving):
+        """Evict whoever is resident, and wait for the VRAM."""
+        self._phase(moving, "drain")
+        others = [engine for engine in self._engines if engine is not moving.to]
+        self._residents.update({engine.name: engine.resident() for engine in others})
+        residents = [engine for engine in others if self._residents[engine.name] is not False]
+        alone = all(engine in moving.evict for engine in residents)
+        residents = [engine for engine in residents if engine in moving.evict]
+        for engine in residents:
+            self._drain(moving, engine)
+        if not residents:
+            return
+        self._phase(moving, "evict")
+        moving.before = self._vram.used()
+        for engine in residents:
+            eviction = engine.evict()
+            self._residents[engine.name] = False if eviction.verified else None
+            moving.gone += [engine.name] if eviction.freed else []
+            alone = alone and eviction.verified
+            if eviction.note:
+                moving.notes.append(eviction.note)
+        moving.moved = bool(moving.gone)
+        if moving.moved and not (moving.to and moving.to.resident()):
+            self._phase(moving, "vram")
+            warning = self._vram.wait_back(moving.before, alone)
+            if warning:
+                moving.notes.append(warning)
+                log.warning("%s", warning)
+        moving.after = self._vram.used()
+
+    def _drain(self, moving, engine):
+        """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
+        end = engine.busy_limit and self._clock() + engine.busy_limit
+        pause = 0.05
+        while engine.busy():
+            with self._lock:
+                moving.asked = engine
+                self._count_blocked()
+            if moving.cancelled.is_set():
+                raise GivenUp
+            if end and self._clock() >= end:
+                moving.notes.append(f"{engine.name} was still busy after {engine.busy_limit:g}s; evicted anyway")
+                log.warning("%s", moving.notes[-1])
+                return
+            moving.cancelled.wait(pause)
+            pause = min(0.5, pause * 2)
+
+    def _phase(self, moving, phase):
+        with self._lock:
+            now = self._clock()
+            moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
+            moving.phase, moving.phase_since = phase, now
+            moving.asked = None
+            if phase == "evict" and self._owner in moving.evict:
+                self._owner = None          # from here on it may be gone
+            self._count_blocked()
+            self._recount()
+            self._still_wanted()
+        self._tell("phase", to=moving.to.name if moving.to else "nobody", phase=phase, why=moving.why)
+
+    def _finish(self, moving, error):
+        with self._lock:
+            now, before = self._clock(), self._owner
+            moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
+            self._handover = None
+            if error is None:
+                self._owner = moving.to
+            if not self._holds and not self._waiters:
+                self._idle_since = now
+            if moving.moved or error or moving.to is not before:
+                self._record(moving, error)
+            if isinstance(error, Refused):
+                for waiter in [w for w in self._waiters if error.everyone or w.engine is moving.to]:
+                    self._drop(waiter, error)
+            elif error is None and moving.to:
+                waiter = moving.requester if moving.requester in self._waiters else self._next()
+                if waiter and waiter.engine is moving.to:
+                    self._grant(waiter, moving.began)
+            self._count_blocked()
+            self._recount()
+            self._advance()
+
+    def _record(self, moving, error):
+        text = "given up" if isinstance(error, GivenUp) else str(error) if error else None
+        row = {"at": time.time(), "from": ",".join(moving.gone) or None, "to": moving.to.name if moving.to else None,
+               "why": moving.why, **{f"{phase}_ms": ms for phase, ms in moving.ms.items()},
+               "vram_before": moving.before, "vram_after": moving.after, "error": text, "notes": moving.notes}
+        self._ledger.append(row)
+        self._tell("handover", **row)
+
+    # -- looking --
+
+    def snapshot(self):
+        """Everything that the status shows, at one moment."""
+        with self._lock:
+            now, moving = self._clock(), self._handover
+            holds = list(self._holds.values())
+            shown = holds[0].engine if holds else moving.to if moving and moving.running else None
+            left = self._idle_left()
+            return {
+                "state": shown.kind if shown else "idle",
+                "holder": holds and {
+                    "engine": shown.name, "kind": shown.kind, "since_s": now - min(hold.since for hold in holds),
+                    "holds": [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
+                               "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
+                              for hold in holds]} or None,
+                "in_flight": {kind: sum(hold.engine.kind == kind for hold in holds) for kind in (LLM, IMAGE)},
+                "waiting": [{"kind": w.engine.kind, "engine": w.engine.name, "what": w.what,
+                             "waited_s": now - w.arrived, "limit_s": w.limit or None} for w in self._waiters],
+                "handover": moving and (moving.running or moving.to is not shown) and {"to": moving.to.name if moving.to else None, "phase": moving.phase,
+                                        "phase_s": now - moving.phase_since, "why": moving.why} or None,
+                "resident": dict(self._residents),
+                "idle_left_s": None if left is None else max(0.0, left),
+                "handovers": list(self._ledger),
+            }
+
+    def holds(self, kind):
+        """The holds of a kind, oldest first."""
+        with self._lock:
+            return [hold for hold in self._holds.values() if hold.engine.kind == kind]
+
+
+# ----- Child --------------------------------------------------------------------------------------------------
+#
+# sd-server frees its weights only by ending, so it is a child process, and its existence is the state. Its group is
+# killed as a whole; what left the group is found by the token in its environment. If stadi itself is killed, a small
+# shell on a pipe (the guard) kills the group; what even that missed is ended by the next start, from the record.
+
+TERM_SECONDS = 3.0              # from TERM to KILL; sd-server needs 0.1
+KILL_SECONDS = 10.0             # from KILL to "the driver hangs"
+LOG_BYTES = 10 * MIB
+GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
+TOKEN = "STADI_CHILD"
+
+
+def process_start(pid):
+    """When a process started, in clock ticks since boot (field 22 of stat); None when there is none, or a zombie."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return None
+
+
+def kin(group, token):
+    """Live processes that are in the group (a process group's id) or carry the token in their environment."""
+    mark, found = f"{TOKEN}={token}".encode(), []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):
+            if process_start(pid) is None or pid == os.getpid():
+                continue
+            if os.getpgid(pid) == group:
+                found.append(pid)
+                continue
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if mark in file.read().split(b"\0"):
+                    found.append(pid)
+    return found
+
+
+def end_kin(group, token, seconds=2.0):
+    """Kill them until none is left; True when none is."""
+    end = time.monotonic() + seconds
+    while pids := kin(group, token):
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def listeners(port):
+    """Inodes of the sockets that listen on a TCP port of this machine."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
+            for line in list(file)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(fields[9])
+    return found
+
+
+def sockets_of(pid):
+    """Inodes of a process's sockets; empty when it may not be looked at."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                link = os.readlink(f"/proc/{pid}/fd/{name}")
+                if link.startswith("socket:["):
+                    found.add(link[8:-1])
+    return found
+
+
+def who_listens(inodes):
+    """Words for the processes behind these sockets: pid and name."""
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        if inodes & sockets_of(pid):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+                found.append(f"pid {pid} ({file.read().strip()})")
+    return ", ".join(found) or "a process of another user"
+
+
+def boot_id():
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return ""
+
+
+class SpawnError(Exception):
+    """The child could not be started; the text names the file and the cause."""
+
+
+def _why_not(program, error):
+    """The cause behind an OSError of exec, which is alike for several."""
+    if isinstance(error, FileNotFoundError):
+        return "its interpreter (the first line) is missing" if os.path.exists(program) else "no such file"
+    if isinstance(error, PermissionError):
+        return "it is a folder" if os.path.isdir(program) else "it may not be executed (chmod +x)"
+    return "it is no program of this machine's kind" if error.errno == errno.ENOEXEC else error.strerror or str(error)
+
+
+class Child:
+    """One life of the sd-server process. Made by spawning it; ends by stop() or by itself. Raises SpawnError."""
+
+    def __init__(self, argv, port, folder):
+        self.port, self.since = port, time.monotonic()
+        self.log_file = os.path.join(folder, "sd-server.log")
+        self.ready = False                              # set once, by Sd.ready(): it has answered
+        self.gone = threading.Event()                   # its whole group has ended
+        self._token = f"{os.getpid()}-{time.time_ns()}"
+        self._record_file = record_file(folder, port)
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._log = open(self.log_file, "ab", buffering=0)
+            self._trim_log()
+            self._log_start = self._log.tell()
+        except OSError as error:
+            raise SpawnError(f"its log {self.log_file} cannot be written: {error.strerror}") from None
+        try:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
+                env={**os.environ, TOKEN: self._token})
+        except OSError as error:
+            self._log.close()
+            raise SpawnError(f"{argv[0]} cannot be run: {_why_not(argv[0], error)}") from None
+        self.pid = self._process.pid
+        self._guard = None
+        try:
+            self._guard = subprocess.Popen(["/bin/sh", "-c", GUARD, str(self.pid)], stdin=subprocess.PIPE,
+                                           start_new_session=True)
+            threading.Thread(target=self._reap, name="reaper", daemon=True).start()
+        except (OSError, RuntimeError) as error:        # no processes, no threads left: not without a guard
+            end_kin(self.pid, self._token)
+            self._process.wait()
+            self._log.close()
+            raise SpawnError(f"it cannot be guarded: {error}") from None
+        self._record(argv)
+
+    def _record(self, argv):
+        record = {"pid": self.pid, "start": process_start(self.pid), "boot": boot_id(), "argv": argv,
+                  "token": self._token, "owner": os.getpid(), "owner_start": process_start(os.getpid())}
+        try:
+            with open(self._record_file + ".new", "w", encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(self._record_file + ".new", self._record_file)
+        except OSError as error:
+            log.warning("the record of sd-server's pid cannot be written (%s): only the guard ends it if stadi is"
+                        " killed", error)
+
+    def _reap(self):
+        """Waits for the leader's death, ends what is left of it, and only then frees its pid."""
+        poller = select.poll()
+        pidfd = os.pidfd_open(self.pid)
+        poller.register(pidfd, select.POLLIN)
+        while not poller.poll(1000):
+            with contextlib.suppress(OSError):
+                self._trim_log()
+        os.close(pidfd)
+        if not end_kin(self.pid, self._token):
+            log.error("helpers of sd-server cannot be killed: pids %s", kin(self.pid, self._token))
+        self._guard.kill()
+        self._guard.wait()
+        self._guard.stdin.close()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            os.unlink(self._record_file)
+        self.gone.set()
+        log.info("sd-server (pid %d) ended: %s", self.pid, self.how_it_ended())
+
+    def _trim_log(self):
+        """Keep the log under LOG_BYTES, with one older generation; the child's own descriptor appends."""
+        if os.fstat(self._log.fileno()).st_size <= LOG_BYTES:
+            return
+        with open(self.log_file, "rb") as now, open(self.log_file + ".1", "wb") as older:
+            now.seek(-LOG_BYTES, os.SEEK_END)
+            shutil.copyfileobj(now, older)
+        self._log.truncate(0)
+        self._log_start = 0
+
+    @property
+    def alive(self):
+        return not self.gone.is_set()
+
+    def how_it_ended(self):
+        code = self._process.returncode
+        if code is None:
+            return "still running"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def tail(self, size=2000):
+        """The last bytes of this child's log, as lines; of a progress bar only its last state."""
+        with contextlib.suppress(OSError), open(self.log_file, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start if self._log_start <= end else 0, end - size))
+            lines = file.read(size).decode("utf-8", "replace").splitlines()
+            return [line.rstrip("\r").rpartition("\r")[2] for line in lines if line.strip()]
+        return []
+
+    def listening(self):
+        """Whether the child listens on its port. Raises SpawnError when a stranger does."""
+        inodes = listeners(self.port)
+        strangers = set(inodes)
+        for pid in kin(self.pid, self._token) if inodes else ():
+            strangers -= sockets_of(pid)
+        if strangers and self.alive:
+            raise SpawnError(f"port {self.port} is held by {who_listens(strangers)} as well")
+        return bool(inodes)
+
+    def stop(self, seconds=TERM_SECONDS, kill_seconds=KILL_SECONDS):
+        """TERM, then KILL after these seconds. True when it is gone; False when even KILL does not end it."""
+        for sig, wait in ((signal.SIGTERM, seconds), (signal.SIGKILL, kill_seconds)):
+            if self.gone.is_set():
+                return True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, sig)
+                os.killpg(self.pid, signal.SIGCONT)     # a stopped one hears no TERM
+            if self.gone.wait(wait):
+                return True
+        return False
+
+
+def record_file(folder, port):
+    return os.path.join(folder, f"sd-server-{port}.json")
+
+
+def end_orphan(folder, port):
+    """End the child of a stadi that was killed: by pid, start time and command, or by the token; never a stranger."""
+    path = record_file(folder, port)
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+        owner, argv = record["owner"], [word.encode() for word in record["argv"]]
+        if record["boot"] != boot_id() or process_start(owner) == record["owner_start"] is not None:
+            return
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{record['pid']}/cmdline", "rb") as file:
+                same = file.read().split(b"\0")[:-1][-len(argv) + 1:] == argv[1:]
+            if same and process_start(record["pid"]) == record["start"]:
+                log.warning("ending sd-server (pid %d), left behind by an earlier stadi", record["pid"])
+                os.killpg(record["pid"], signal.SIGKILL)
+        end_kin(record["pid"] if process_start(record["pid"]) == record["start"] else -1, record["token"])
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("the record %s cannot be used: %s", path, error)
+
+
+# ----- Engines ------------------------------------------------------------------------------------------------
+
+CALL_SECONDS = 5.0              # bound on one call of stadi's own to an engine
+CALL_BYTES = 16 * MIB
+POLL_FIRST, POLL_LAST = 0.05, 0.5
+
+
+class Trouble(Exception):
+    """An engine that could not be asked; the text says why and what to do."""
+
+
+def call(endpoint, method, path, body=None, headers=(), seconds=CALL_SECONDS, most=CALL_BYTES):
+    """One request of stadi's own to an engine: (status, body). Raises Trouble; bounded in time and size as a whole."""
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=seconds)
+    data = None if body is None else json.dumps(body).encode()
+    late = threading.Timer(seconds, lambda: connection.sock and connection.sock.shutdown(socket.SHUT_RDWR))
+    late.daemon = True
+    try:
+        connection.connect()
+        late.start()
+        connection.request(method, path, data, {"Connection": "close", "Content-Type": "application/json",
+                                                **dict(headers)})
+        answer = connection.getresponse()
+        content = answer.read(most + 1)
+        if len(content) > most:
+            raise Trouble(f"{method} {path}: an answer of more than {most >> 20} MiB")
+        if answer.length:
+            raise Trouble(f"{method} {path}: the answer was cut short")
+        return answer.status, content
+    except ConnectionRefusedError:
+        raise Trouble(f"nothing listens on {endpoint}; is it running?") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        slow = isinstance(error, TimeoutError) or late.finished.is_set()
+        raise Trouble(f"{endpoint} {method} {path}: " +
+                      (f"no answer within {seconds:g}s" if slow else str(error) or type(error).__name__)) from None
+    finally:
+        late.cancel()
+        connection.close()
+
+
+def parsed(content):
+    """JSON, or None for what is none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+class Engine:
+    """What the Card and the followers ask of an engine. A new engine is a new class and one line in the wiring."""
+
+    name, kind, title = "", LLM, ""
+    idle_after = 0              # seconds until the card frees itself of it; 0 never
+    busy_limit = 0              # seconds to wait for work that only the engine knows of; 0: the waiter's limit ends it
+    fresh = False               # a new connection for each request
+
+    def __init__(self, endpoint):
+        self.endpoint, self.trouble = endpoint, ""
+
+    def ask(self, method, path, body=None, **bounds):
+        """(status, parsed JSON) of one call, with what went wrong remembered for the status. Raises Trouble."""
+        try:
+            status, content = call(self.endpoint, method, path, body, **bounds)
+        except Trouble as error:
+            self.note(str(error))
+            raise
+        return status, parsed(content)
+
+    def note(self, trouble):
+        """Remember, and log once, what is wrong with this engine; "" when nothing is."""
+        if trouble and trouble != self.trouble:
+            log.warning("%s: %s", self.title, trouble)
+        self.trouble = trouble
+
+    def resident(self):
+        """Whether it may have VRAM now; None when it can't be told."""
+        return None
+
+    def busy(self):
+        """Whether it works on something that stadi holds nothing for."""
+        return False
+
+    def evict(self):
+        """Make it give the VRAM back; an Eviction. Raises Refused when nothing may be loaded beside it."""
+        return Eviction(False, True)
+
+    def ready(self, cancelled):
+        """Make it usable; True if that started something. Raises Refused, or GivenUp once cancelled is set."""
+        return False
+
+    def job_of(self, path, status, body):
+        """The id of the job that goes on after this answer, or None."""
+        return None
+
+    def ended(self, job):
+        """How that job stands: ended, running, queued, or unknown when it can't be told now."""
+        return "ended"
+
+    def describe(self):
+        return {"url": f"http://{self.endpoint}", "kind": self.kind, "trouble": self.trouble or None}
+
+
+class Router(Engine):
+    """llama.cpp's router (llama-server without a model): many models, loaded on demand, unloaded by request."""
+
+    name, kind, title = "llama", LLM, "llama.cpp's router"
+    HOLDING = ("loading", "loaded", "sleeping")         # a downloading model must never be unloaded: it would stop
+
+    def __init__(self, endpoint, key, busy_wait, unload_wait):
+        super().__init__(endpoint)
+        self.busy_limit, self._unload_wait = busy_wait, unload_wait
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def ask(self, method, path, body=None, **bounds):
+        return super().ask(method, path, body, headers=self._headers, **bounds)
+
+    def models(self):
+        """{model's id or alias: status}. Raises Trouble when this is no router, or does not answer as one."""
+        status, answer = self.ask("GET", "/models")
+        trouble = ""
+        if status == 401:
+            trouble = "it wants its --api-key: set -llm-key (STADI_LLM_KEY)"
+        elif status != 200 or not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
+            trouble = f"GET /models gave {status} and no list of models: is it llama-server in router mode?"
+        elif not all(isinstance(row, dict) and isinstance(row.get("status"), dict) for row in answer["data"]):
+            trouble = ("it was started with a model, so it can't be asked to give the card back: start llama-server"
+                       " without -m (router mode)")
+        self.note(trouble)
+        if trouble:
+            raise Trouble(trouble)
+        found = {}
+        for row in answer["data"]:
+            aliases = row.get("aliases") if isinstance(row.get("aliases"), list) else []
+            found.update({str(name): row["status"].get("value") for name in (row.get("id"), *aliases) if name})
+        return found
+
+    def _having(self, *statuses):
+        return [name for name, status in self.models().items() if status in statuses]
+
+    def resident(self):
+        with contextlib.suppress(Trouble):
+            return bool(self._having(*self.HOLDING))
+        return None
+
+    def busy(self):
+        """Generations outlive connections. Only `loaded` models are asked: asking a sleeping one wakes it."""
+        with contextlib.suppress(Trouble):
+            for name in self._having("loaded"):
+                query = urllib.parse.urlencode({"model": name, "autoload": "false"})
+                status, slots = self.ask("GET", f"/slots?{query}")
+                if status == 200 and isinstance(slots, list):
+                    if any(isinstance(slot, dict) and slot.get("is_processing") for slot in slots):
+                        return True
+        return False
+
+    def evict(self):
+        asked, end, pause = set(), time.monotonic() + self._unload_wait, POLL_FIRST
+        try:
+            while holding := self._having(*self.HOLDING):
+                for name in holding:
+                    if name not in asked and self.ask("POST", "/models/unload", {"model": name})[0] in (200, 400):
+                        asked.add(name)
+                if time.monotonic() > end:
+                    return Eviction(True, False, f"{self.title} still has {', '.join(holding)} after"
+                                                 f" {self._unload_wait:g}s (-vram-wait); went on")
+                time.sleep(pause)
+                pause = min(POLL_LAST, pause * 1.5)
+            return Eviction(bool(asked), True)
+        except Trouble as error:
+            return Eviction(bool(asked), False, f"{self.title} could not be unloaded: {error}; went on")
+
+    def loaded(self, wanted):
+        """Whether each of these models is loaded, so that asking about them loads nothing."""
+        with contextlib.suppress(Trouble):
+            models = self.models()
+            return bool(wanted) and all(models.get(name) == "loaded" for name in wanted)
+        return False
+
+
+class Results:
+    """Finished jobs of a child that may be gone: id -> the answer's bytes; by age and size, the oldest out first."""
+
+    SECONDS, BYTES = 600.0, 256 * MIB
+
+    def __init__(self):
+        self._lock, self._kept, self._size = threading.Lock(), collections.OrderedDict(), 0
+
+    def keep(self, job, content):
+        with self._lock:
+            self._forget(job)
+            self._kept[job] = (time.monotonic(), content)
+            self._size += len(content)
+            while self._size > self.BYTES:
+                self._forget(next(iter(self._kept)))
+
+    def get(self, job):
+        with self._lock:
+            for old in [name for name, (at, _) in self._kept.items() if time.monotonic() - at > self.SECONDS]:
+                self._forget(old)
+            return self._kept[job][1] if job in self._kept else None
+
+    def _forget(self, job):
+        if job in self._kept:
+            self._size -= len(self._kept.pop(job)[1])
+
+
+class Sd(Engine):
+    """stable-diffusion.cpp's sd-server, as stadi's child."""
+
+    name, kind, title = "sd", IMAGE, "sd-server"
+    fresh = True                # it has eight threads, one per connection: none may be kept idle
+    JOBS = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen")
+    ENDS = ("completed", "failed", "cancelled")
+
+    def __init__(self, endpoint, argv, folder, idle_after, load_wait):
+        super().__init__(endpoint)
+        self.idle_after, self._argv, self._folder, self._load_wait = idle_after, argv, folder, load_wait
+        self.child, self.results, self._closed = None, Results(), False
+
+    @property
+    def up(self):
+        return self.child is not None and self.child.alive
+
+    @property
+    def serving(self):
+        return self.up and self.child.ready
+
+    def resident(self):
+        return self.up
+
+    def evict(self):
+        child = self.child
+        if not child or not child.alive:
+            return Eviction(False, True)
+        if not child.stop():
+            self.note(f"pid {child.pid} does not end even by KILL (a hung driver?): nothing can be loaded beside it;"
+                      " restart the machine if it stays")
+            raise Refused(503, f"sd-server {self.trouble}", "child_stuck", 60, everyone=True)
+        self.note("")
+        return Eviction(True, True)
+
+    def close(self):
+        """Stop the child for good: stadi ends."""
+        self._closed = True
+        return not self.child or self.child.stop(1.5, 2.0)
+
+    def ready(self, cancelled):
+        if self.serving:
+            return False
+        self.evict()
+        try:
+            if inodes := listeners(self.endpoint.port):
+                raise SpawnError(f"port {self.endpoint.port} is held by {who_listens(inodes)}; end it, or let sd-server"
+                                 " have another port (-sd, and --listen-port in -sd-args)")
+            if self._closed:
+                raise SpawnError("stadi is ending")
+            self.child = Child(self._argv, self.endpoint.port, self._folder)
+            log.info("sd-server started: pid %d, log %s", self.child.pid, self.child.log_file)
+            self._await(self.child, cancelled)
+        except SpawnError as error:
+            if self.child:
+                self.child.stop()
+            self.note(str(error))
+            raise Refused(502, f"sd-server did not start: {error}", "engine_error") from None
+        except GivenUp:
+            self.child.stop()
+            raise
+        self.note("")
+        return True
+
+    def _await(self, child, cancelled):
+        """Ready is: alive, it (not a stranger) listens, it answers. The port opens only after the load."""
+        end, pause = time.monotonic() + self._load_wait, 0.02
+        while True:
+            if child.gone.wait(pause):
+                lines = "; ".join(line.strip() for line in child.tail()[-5:])
+                raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {lines or 'its log is empty'}")
+            if cancelled.is_set():
+                raise GivenUp
+            if self._closed:
+                raise SpawnError("stadi is ending")
+            if child.listening():
+                with contextlib.suppress(Trouble):
+                    call(self.endpoint, "GET", "/sdcpp/v1/capabilities")
+                    child.ready = child.listening()     # once more: who answered was the child
+                    return
+            if time.monotonic() > end:
+                raise SpawnError(f"its port {child.port} did not answer within {self._load_wait:g}s (-load-wait);"
+                                 f" its log: {child.log_file}")
+            pause = min(0.1, pause * 1.2)
+
+    def job_of(self, path, status, body):
+        answer = parsed(body) if status == 202 and path in self.JOBS else None
+        job = answer.get("id") if isinstance(answer, dict) else None
+        return job if isinstance(job, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", job) else None
+
+    def ended(self, job):
+        """Its result is kept: the child's memory ends with the child."""
+        try:
+            status, content = call(self.endpoint, "GET", f"/sdcpp/v1/jobs/{job}", seconds=30, most=Results.BYTES)
+        except Trouble:
+            return "unknown" if self.serving else "ended"
+        answer = parsed(content) if status == 200 else None
+        state = answer.get("status") if isinstance(answer, dict) else None
+        if state in self.ENDS:
+            self.results.keep(job, content)
+        if state in self.ENDS or status in (404, 410):
+            return "ended"
+        return {"generating": "running", "queued": "queued"}.get(state, "unknown")
+
+    def describe(self):
+        child = self.child if self.up else None
+        return {**super().describe(), "pid": child and child.pid, "ready": self.serving,
+                "up_s": child and time.monotonic() - child.since,
+                "log_file": os.path.join(self._folder, "sd-server.log")}
+
+
+def follow(card, hold, bound):
+    """A follower's life: keep hold until its job has ended. bound: seconds for one render, 0 for none.
+
+    The clock runs from the moment the job is seen to be generating; while it is queued behind others, theirs runs.
+    """
+    engine, start, running, pause = hold.engine, time.monotonic(), False, 0.1
+    while not hold.over.wait(pause):
+        state, now = engine.ended(hold.job), time.monotonic()
+        if state == "ended":
+            break
+        if state == "queued" or state == "running" and not running:
+            start, running = now, state == "running"
+        if bound and now - start > bound:
+            log.warning("job %s has run for %gs (-render-wait): stopping %s", hold.job, bound, engine.title)
+            engine.evict()
+            break
+        pause = min(POLL_LAST, pause * 1.5)
+    card.release(hold)
+
+
+# ----- Routes -------------------------------------------------------------------------------------------------
+#
+# The engines match on the decoded path, the router also on the decoded query. The class is chosen twice, on the path
+# as it came and on the decoded, cleaned one; where the two differ the request is refused, so that nobody can write a
+# GPU route in a way that stadi does not see.
+
+TAKE, PASS, WATCH, OWN, STEER, LOOK = "take", "pass", "watch", "own", "steer", "look"
+
+
+class BadMessage(Exception):
+    """Bytes that are no clean HTTP, or a target that could be read in two ways; answered, and the connection closed."""
+
+    def __init__(self, text, status=400):
+        super().__init__(text)
+        self.status = status
+
+
+class Route(NamedTuple):
+    kind: str                   # TAKE, PASS, WATCH, OWN
+    engine: str                 # name; "" for OWN
+    path: str                   # decoded and cleaned
+
+
+READS = ("GET", "HEAD")
+PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
+ANY = r".*"
+
+LLAMA_SD = (                                                    # methods (None: all), path, class, engine
+    (("OPTIONS",), ANY, PASS, "llama"),
+    (None, r"/status|/healthz", OWN, ""),
+    (("POST",), r"/v1/images/.+", TAKE, "sd"),
+    (("POST",), r"/sdapi/v1/(?:txt2img|img2img)", TAKE, "sd"),
+    (("POST",), r"/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
+    (None, r"/v1/images/.+|/sdapi(?:/.*)?|/sdcpp(?:/.*)?", WATCH, "sd"),
+    (None, r"/cors-proxy/?", TAKE, "llama"),                    # it can fetch the router's own URLs
+    (READS, PLAIN, LOOK, "llama"),                              # pass, but with a model in the query it loads that: watch
+    (("POST",), r"/models|/models/unload|/v1/streams/lookup", PASS, "llama"),
+    (("DELETE",), r"/models|/v1/stream", PASS, "llama"),
+    (("POST",), r"/v1/chat/completions/control", STEER, "llama"),
+    (None, ANY, TAKE, "llama"),
+)
+
+
+def decoded(text):
+    """Percent-decoding as the engines' HTTP library does it: %XX, and %uXXXX."""
+    text = re.sub(r"%u([0-9A-Fa-f]{4})", lambda found: chr(int(found[1], 16)), text)
+    return re.sub(r"%([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), text)
+
+
+def cleaned(path):
+    """The path without fragment, doubled slashes, dot segments and trailing slash."""
+    parts = []
+    for part in path.partition("#")[0].replace("\\", "/").split("/"):
+        if part == "..":
+            del parts[-1:]
+        elif part not in ("", "."):
+            parts.append(part)
+    return "/" + "/".join(parts)
+
+
+def query_values(query, key):
+    """All values of a key in a query, decoded as the router decodes them."""
+    pairs = (part.partition("=") for part in query.replace("+", " ").split("&"))
+    return [decoded(value) for name, _, value in pairs if decoded(name) == key]
+
+
+@functools.lru_cache(4096)
+def _row(table, method, path):
+    for methods, pattern, kind, engine in table:
+        if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL):
+            return kind, engine
+    raise BadMessage(f"no route for {method} {path!r}", 404)
+
+
+@functools.lru_cache(4096)
+def _path_route(table, method, path):
+    clean = cleaned(decoded(path))
+    row = _row(table, method, path)
+    if row != _row(table, method, clean):
+        raise BadMessage("this path can be read in two ways; write it plainly")
+    return Route(*row, clean)
+
+
+def classify(table, method, target):
+    """The Route of a request by its method and its target as it came. Raises BadMessage."""
+    path, _, query = target.partition("?")
+    route = _path_route(table, method, path)
+    if route.kind == LOOK:
+        return route._replace(kind=WATCH if query and query_values(query, "model") else PASS)
+    return route
+
+
+# ----- Wire ---------------------------------------------------------------------------------------------------
+#
+# What is ambiguous is refused, never repaired. One compiled expression judges a whole head, in C, without backtracking
+# (possessive quantifiers); a second finds the few fields that matter; all others go on byte for byte.
+
+HEAD_BYTES = 64 * 1024
+FIELDS_MOST = 256
+HEAD_SECONDS = 10.0             # from a head's first byte to its last
+INTERIM_MOST = 64               # 1xx answers before the real one
+CHUNK_LINE = 1024
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
+_FIELD = _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+\r\n"
+_TARGET = rb"[A-Za-z0-9\-._~!$&'()*+,;=:@%/?\[\]|{}^]++"
+REQUEST = re.compile(rb"(" + _TOKEN + rb") (" + _TARGET + rb") HTTP/1\.([01])\r\n((?:" + _FIELD + rb")*+)\r\n")
+ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d(?: [\t\x20-\x7e\x80-\xff]*+)?+)\r\n((?:" + _FIELD + rb")*+)\r\n")
+FIELDS = re.compile(rb"(?:" + _FIELD + rb")*+")
+CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+\r\n" % CHUNK_LINE)
+NOT_TEXT = re.compile(rb"[^\t\r\n\x20-\x7e\x80-\xff]|(?<!\r)\n|\r[^\n]|^\r|^[\x80-\xff]")
+HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?", re.ASCII)
+
+# Hop-by-hop (RFC 9110, 7.6.1), Expect (answered here), and what stadi sets itself.
+_STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer"
+             rb"|transfer-encoding|upgrade|expect|x-forwarded-(?:for|host|proto)")
+_READ = rb"content-length|host|origin|sec-fetch-site|sec-websocket-key"
+NOTED = re.compile(rb"(?im)^(" + _STRIPPED + rb"|" + _READ + rb"):[\t ]*([^\r]*?)[\t ]*\r")
+STRIP = re.compile(rb"(?im)^(?:" + _STRIPPED + rb"):[^\n]*\n")
+PASSED = {b"content-length", b"host", b"origin", b"sec-fetch-site", b"sec-websocket-key"}
+FRAMES = {b"content-length", b"transfer-encoding", b"host"}     # no trailer, and no Connection token, may name these
+
+
+class Sized:
+    """A body of known length. feed(data) says how many bytes of data belong to it, and are sound."""
+
+    def __init__(self, length):
+        self.left, self.done = length, length == 0
+
+    def feed(self, data):
+        taken = min(self.left, len(data))
+        self.left -= taken
+        self.done = self.left == 0
+        return taken
+
+
+class UntilEnd:
+    """A body that ends with its connection."""
+
+    done = False
+
+    def feed(self, data):
+        return len(data)
+
+
+class Chunked:
+    """A chunked body, judged as it passes; the bytes themselves go on as they are. What is not yet judged (a size line
+    cut in two) is not counted: the caller hands it in again with more behind it. Raises BadMessage."""
+
+    def __init__(self):
+        self.done, self._left, self._trailer = False, 0, False      # _left: of the chunk, with its CRLF
+
+    def feed(self, data, payload=None):
+        """How many bytes are sound; payload, a list, gets what is left without the framing."""
+        at, end = 0, len(data)
+        while True:
+            left = self._left
+            if left > 2:
+                stop = min(at + left - 2, end)
+                if payload is not None:
+                    payload.append(data[at:stop])
+                self._left = left = left - (stop - at)
+                at = stop
+            if at == end:
+                return at
+            if left:
+                got = data[at:at + left]
+                if not b"\r\n"[2 - left:].startswith(got):
+                    raise BadMessage("a chunk does not end where its size says")
+                at += len(got)
+                self._left = left - len(got)
+                if at == end:
+                    return at
+            if self._trailer:
+                return self._end(data, at)
+            found = CHUNK.match(data, at)
+            if not found:
+                if b"\n" in data[at:] or end - at > CHUNK_LINE + 18 or data[at] not in b"0123456789abcdefABCDEF":
+                    raise BadMessage("a chunk's size cannot be read")
+                return at
+            at = found.end()
+            size = int(found[1], 16)
+            self._trailer = size == 0
+            self._left = size + 2 if size else 0
+
+    def _end(self, data, at):
+        if data.startswith(b"\r\n", at):
+            self.done = True
+            return at + 2
+        stop = data.find(b"\r\n\r\n", at)
+        if stop < 0:
+            if len(data) - at > HEAD_BYTES or NOT_TEXT.search(data[at:]):
+                raise BadMessage("the trailers cannot be read")
+            return at
+        fields = data[at:stop + 2]
+        if not FIELDS.fullmatch(fields) or any(name.lower() in FRAMES for name, _ in NOTED.findall(fields)):
+            raise BadMessage("the trailers cannot be read")
+        self.done = True
+        return stop + 4
+
+
+class Head:
+    """What a request's and an answer's head have in common: fields that go on, and the framing."""
+
+    def __init__(self, minor, fields):
+        noted = NOTED.findall(fields)
+        self.minor, self.values, self.fields = minor, {}, fields
+        if noted:
+            strip = False
+            for name, value in noted:
+                name = name.lower()
+                self.values.setdefault(name, []).append(value)
+                strip = strip or name not in PASSED
+            if strip:
+                self.fields = STRIP.sub(b"", fields)
+        self.named = self._tokens(b"connection") if b"connection" in self.values else ()
+        for token in self.named:
+            if token in (b"close", b"keep-alive", b"upgrade", b"te") or token in FRAMES:
+                continue
+            self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
+        if self.fields.count(b"\n") > FIELDS_MOST:
+            raise BadMessage("too many header fields", 431)
+
+    def _tokens(self, name):
+        return [token.strip().lower() for value in self.values.get(name, ()) for token in value.split(b",")]
+
+    def one(self, name):
+        """A field that may stand there once at the most, or None."""
+        values = self.values.get(name)
+        if values and len(values) > 1:
+            raise BadMessage(f"{name.decode()} stands there {len(values)} times")
+        return values[0] if values else None
+
+    def framing(self, otherwise):
+        """Sized, Chunked, or what otherwise gives where the head says nothing."""
+        length, coding = self.one(b"content-length"), self.one(b"transfer-encoding")
+        if coding is not None:
+            if length is not None or not self.minor or coding.lower() != b"chunked":
+                raise BadMessage("Transfer-Encoding must be chunked, alone, on HTTP/1.1")
+            return Chunked()
+        if length is None:
+            return otherwise()
+        if not (length.isdigit() and 1 <= len(length) <= 18):
+            raise BadMessage("Content-Length must be 1 to 18 digits")
+        return Sized(int(length))
+
+
+class Request(Head):
+    """A request's head. Raises BadMessage."""
+
+    def __init__(self, head):
+        found = REQUEST.fullmatch(head)
+        if not found:
+            raise BadMessage("this is no clean HTTP/1.1 request head")
+        super().__init__(int(found[3]), found[4])
+        self.method, target = found[1].decode(), found[2].decode()
+        if self.method not in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH"):
+            raise BadMessage(f"{self.method} is not served here", 405 if self.method in ("CONNECT", "TRACE") else 501)
+        host = self.one(b"host")
+        self.host = (host or b"").decode("latin-1")
+        if not HOST.fullmatch(self.host):
+            raise BadMessage("Host must stand there once, as a name or address with or without a port")
+        self.target = target if target[0] == "/" else self._origin_form(target)
+        if len(self.target) > 8190:
+            raise BadMessage("the target is too long", 414)
+        self.body = self.framing(lambda: Sized(0))
+        self.bodyless = b"content-length" not in self.values and b"transfer-encoding" not in self.values
+        self.keep = self.minor == 1 and b"close" not in self.named
+        self.upgrade = (self.method == "GET" and self.minor == 1 and b"upgrade" in self.named and self.body.done and
+                        [value.lower() for value in self.values.get(b"upgrade", ())] == [b"websocket"])
+        self.expects = self.one(b"expect") if self.minor else None
+        if self.expects is not None and self.expects.lower() != b"100-continue":
+            raise BadMessage("Expect can only be 100-continue", 417)
+
+    def _origin_form(self, target):
+        found = re.fullmatch(r"(?i:http)://([^/?]+)(/.*|)", target)
+        if target == "*" and self.method == "OPTIONS":
+            return target
+        if not found or found[1].lower() != self.host.lower():
+            raise BadMessage("the target must be a path, or an http URL that agrees with Host")
+        return found[2] or "/"
+
+    def text(self, name):
+        value = self.one(name)
+        return None if value is None else value.decode("latin-1")
+
+    def upstream_head(self, forwarded, close):
+        """The head as it goes to the engine. forwarded: the client's X-Forwarded-For and -Proto lines."""
+        lines = [f"{self.method} {self.target} HTTP/1.1\r\n".encode(), self.fields, forwarded,
+                 b"X-Forwarded-Host: ", self.host.encode(), b"\r\n"]
+        if self.upgrade:
+            lines.append(b"Connection: Upgrade\r\nUpgrade: websocket\r\n")
+        elif close:
+            lines.append(b"Connection: close\r\n")
+        if isinstance(self.body, Chunked):
+            lines.append(b"Transfer-Encoding: chunked\r\n")
+        elif self.bodyless and self.method not in ("GET", "HEAD", "OPTIONS"):
+            lines.append(b"Content-Length: 0\r\n")      # the engines wait for seconds without it
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class Answer(Head):
+    """An answer's head, read strictly from a connection; also the response_class of Upstream. Raises BadMessage."""
+
+    def __init__(self, sock, method, interim=None):
+        self._sock, self._method, self._interim = sock, method, interim     # interim: gets heads of 102, 103
+        self.rest = b""                                                     # bytes read behind the head
+
+    def begin(self):
+        for _ in range(INTERIM_MOST):
+            head = self._read_head()
+            found = ANSWER.fullmatch(head)
+            if not found:
+                raise BadMessage("the engine's answer has no clean head", 502)
+            self.status, self.line = int(found[2][:3]), found[2]
+            super().__init__(int(found[1]), found[3])
+            if self.status >= 200 or self.status == 101:
+                break
+            if self._interim and self.status != 100:
+                self._interim(b"HTTP/1.1 " + self.line + b"\r\n" + self.fields + b"\r\n")
+        else:
+            raise BadMessage("the engine never came to its real answer", 502)
+        self.body = self.framing(UntilEnd)
+        if self._method == "HEAD" or self.status in (101, 204, 304):
+            self.body = Sized(0)
+        if self.status == 204:
+            self.fields = re.sub(rb"(?im)^content-length:[^\n]*\n", b"", self.fields)
+        self.closes = not self.minor or b"close" in self.named or isinstance(self.body, UntilEnd)
+        return self
+
+    def _read_head(self):
+        data = self.rest
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            if len(data) > HEAD_BYTES or data and NOT_TEXT.search(data):
+                raise BadMessage("the engine's answer has no clean head", 502)
+            more = self._sock.recv(65536)
+            if not more:
+                raise ConnectionResetError("it closed the connection before its answer" if not data else
+                                           "it closed the connection in the middle of its answer's head")
+            data += more
+        self.rest = data[end + 4:]
+        return data[:end + 4]
+
+
+# ----- Relay --------------------------------------------------------------------------------------------------
+#
+# Sockets block, with the kernel's own time limits (settimeout would poll before each call). So a thread that waits in
+# recv or send can only be woken by a shutdown of its socket: the Watcher does that when a client leaves.
+
+SMALL, LARGE = 64 * 1024, 1 << 20       # bytes of one recv; LARGE once a body is known to be long
+SPOOL_BYTES = 4 * MIB                   # of a body kept in memory while its request waits
+COPY_BYTES = 4 * MIB                    # of an answer that is looked at for a job's id
+CONNECT_SECONDS = 5.0
+LINGER_SECONDS = 2.0
+SLOW_SECONDS, SLOW_BYTES = 10.0, 640 * 1024     # a body that holds the card brings that much in that time
+REUSE_SECONDS = 2.0                     # an idle connection to an engine older than that carries no POST
+RESET = struct.pack("ii", 1, 0)         # SO_LINGER: close by RST
+
+
+def bound_socket(sock, receive, send):
+    """Blocking, without Nagle, with limits in seconds (0: none) kept by the kernel, and dead peers noticed."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+        if seconds:
+            sock.setsockopt(socket.SOL_SOCKET, option,
+                            struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+
+
+class Client:
+    """A client's connection: the socket, the bytes read ahead of use, and whether it left."""
+
+    def __init__(self, sock, stall):
+        self.sock, self.stall = sock, stall
+        self.buf, self.left, self._action = b"", False, None
+        self.unread = False                     # bytes of a request that nobody will read may be on their way
+
+    def on_leave(self, action):
+        """What to do as soon as the client is known to have left; at once if it has. None: nothing."""
+        self._action = action
+        if self.left and action:
+            action()
+
+    def leaves(self):
+        """Told by the Watcher, or by a send that failed."""
+        self.left = True
+        if action := self._action:
+            action()
+
+    def recv(self, size=SMALL):
+        """More of a body; b"" when it closed. Raises BadMessage(408) when it stalls, Gone when it was reset."""
+        if not readable(self.sock, self.stall):
+            raise BadMessage(f"nothing came for {self.stall:g}s in the middle of a body (-stall)", 408)
+        try:
+            return self.sock.recv(size)
+        except OSError:
+            raise Gone from None
+
+    def send(self, data):
+        """Raises Gone when it left, or took nothing for `stall` seconds."""
+        try:
+            self.sock.sendall(data)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                log.info("a client took nothing for %gs (-stall): cut off", self.stall)
+                self.reset()
+            self.leaves()
+            raise Gone from None
+
+    def reset(self):
+        """Make the close an RST: the end must not look like one."""
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+
+    def read_head(self):
+        """The next head's bytes; None when the client closed, or stayed idle. Raises BadMessage."""
+        data, started = self.buf, 0.0
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            if data:
+                _still_a_head(data)
+                started = started or time.monotonic()
+                if not readable(self.sock, started + HEAD_SECONDS - time.monotonic()):
+                    raise BadMessage(f"the head was not complete within {HEAD_SECONDS:g}s", 408)
+            try:
+                more = self.sock.recv(SMALL)            # idle: the kernel's limit is -keepalive
+            except OSError:
+                return None
+            if not more:
+                if data:
+                    raise BadMessage("the head was cut short")
+                return None
+            data += more
+        self.buf = data[end + 4:]
+        return data[:end + 4]
+
+
+def readable(sock, seconds):
+    """Whether the socket has something to read, or has ended, within that time; 0 seconds and less only looks."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(max(0.0, seconds) * 1000))
+
+
+def _still_a_head(data):
+    """Refuse early what can't become a head any more: a TLS hello or noise must not wait for a deadline."""
+    line, whole, _ = data.partition(b"\r\n")
+    if len(data) > HEAD_BYTES:
+        raise BadMessage("the head is too large", 431 if whole else 414)
+    if NOT_TEXT.search(data) or whole and not REQUEST.match(line + b"\r\n\r\n"):
+        raise BadMessage("this is no clean HTTP/1.1 request head")
+
+
+class Watcher:
+    """One thread that learns of every client that leaves: FIN (also a half-close, as nginx and Go take it) or RST.
+
+    A client whose bytes lie unread by the megabyte can't be seen to leave; so bodies are read before waiting.
+    """
+
+    def __init__(self):
+        self._epoll, self._clients = select.epoll(), {}
+
+    def add(self, client):
+        self._clients[client.sock.fileno()] = client
+        self._epoll.register(client.sock.fileno(), select.EPOLLRDHUP | select.EPOLLET)
+
+    def remove(self, client):
+        """Before the socket is closed: its number may be another client's at once."""
+        self._epoll.unregister(client.sock.fileno())
+        self._clients.pop(client.sock.fileno(), None)
+
+    def run(self):
+        while True:
+            for number, _ in self._epoll.poll():
+                client = self._clients.get(number)
+                with contextlib.suppress(OSError, ValueError):
+                    if client and self._has_left(client):
+                        client.leaves()
+
+    @staticmethod
+    def _has_left(client):
+        """Asked again, since the event may be that of an earlier socket with this number."""
+        poller = select.poll()
+        poller.register(client.sock, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
+
+class Spool:
+    """A body that waits: in memory, beyond SPOOL_BYTES in a temporary file."""
+
+    def __init__(self):
+        self.size, self._parts, self._file = 0, [], None
+
+    def add(self, block):
+        self.size += len(block)
+        self._parts.append(bytes(block))
+        if self.size > SPOOL_BYTES:
+            self._spill()
+
+    def _spill(self):
+        try:
+            if self._file is None:
+                import tempfile                 # rarely needed, and slow to import
+                self._file = tempfile.TemporaryFile(buffering=0)
+            for part in self._parts:
+                self._file.write(part)
+        except OSError as error:
+            raise Refused(507, f"the body cannot be kept while it waits: {error.strerror}; free some disk (TMPDIR)",
+                          "insufficient_storage") from None
+        self._parts = []
+
+    def whole(self):
+        """All bytes, where they are few; else None."""
+        return b"".join(self._parts) if self.size <= SMALL else None
+
+    def blocks(self):
+        if self._file:
+            self._file.seek(0)
+            while block := self._file.read(LARGE // 4):
+                yield block
+        yield from self._parts
+
+    def close(self):
+        if self._file:
+            self._file.close()
+
+
+def body_blocks(client, framing, wait=lambda: True):
+    """The sound bytes of a request's body, as they come. wait() is called before each recv: False ends it."""
+    while not framing.done:
+        if client.buf:
+            count = framing.feed(client.buf)
+            block, client.buf = client.buf[:count], client.buf[count:]
+            if count:
+                yield block
+                continue
+        if not wait():
+            return
+        more = client.recv(4 * SMALL)
+        if not more:
+            raise Gone
+        client.buf += more
+
+
+class Upstream(http.client.HTTPConnection):
+    """A connection to an engine. It stays with its client connection: the Watcher shuts it when that client leaves."""
+
+    response_class = Answer
+
+    def __init__(self, engine, stall):
+        super().__init__(engine.endpoint.host, engine.endpoint.port, timeout=CONNECT_SECONDS)
+        self.engine, self.stall, self.idle_since = engine, stall, 0.0
+
+    def connect(self):
+        try:
+            self.sock = socket.create_connection((self.host, self.port), CONNECT_SECONDS)
+        except OSError as error:
+            raise Refused(502, f"{self.engine.title} cannot be reached at {self.engine.endpoint}: "
+                               f"{error.strerror or error}; is it running?", "engine_error") from None
+        if self.sock.getsockname() == self.sock.getpeername():      # in the ephemeral range a connect can meet itself
+            self.close()
+            raise Refused(502, f"nothing listens on {self.engine.endpoint}", "engine_error")
+        bound_socket(self.sock, 0, self.stall)
+
+    def getresponse(self, method, interim):
+        return self.response_class(self.sock, method, interim).begin()
+
+    def fits(self, method):
+        """Whether the kept connection may carry this: an engine may close it at the same moment, and no POST is resent."""
+        young = time.monotonic() - self.idle_since < REUSE_SECONDS
+        return self.sock is not None and (young or method in READS) and not readable(self.sock, 0)
+
+    def abort(self):
+        """Wake whoever waits on it, from any thread."""
+        with contextlib.suppress(OSError, AttributeError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Cut(Exception):
+    """The engine's answer ended before its end."""
+
+
+class Exchange:
+    """One request's way to its engine and back. keeps: the client's leaving does not end it (a render goes on anyway,
+    and only its connection tells when it ends)."""
+
+    def __init__(self, client, request, forwarded, hold=None, card=None):
+        self.client, self.request, self.forwarded, self.hold, self.card = client, request, forwarded, hold, card
+        self.keeps = hold is not None and hold.engine.kind == IMAGE
+        self.status, self.copied, self.upstream = 0, [], None
+        self.sent = False                   # the answer's head is on its way to the client
+        self.keep = request.keep            # the client's connection may go on
+        self.expired = False                # -render-wait is over
+        self._seen, self._slow_since, self._slow_bytes = None, 0.0, 0
+
+    def run(self, upstream, spool):
+        """Carry it out; True if upstream may be used again. Raises Gone, Refused, BadMessage; Cut when the answer,
+        already on its way, broke off."""
+        self.upstream = upstream
+        if self.hold:
+            self.hold.on_revoke = upstream.abort
+        self.client.on_leave(self._left)
+        try:
+            try:
+                answer = self._ask(spool)
+                if answer.status == 101:
+                    return self._upgrade(answer)
+                return self._deliver(answer)
+            except (OSError, Cut, BadMessage) as error:
+                raise self._failure(error) from None
+        finally:
+            self.client.on_leave(None)
+
+    def expire(self):
+        self.expired = True
+        self.upstream.abort()
+
+    def _left(self):
+        if not self.keeps:
+            self.upstream.abort()
+        elif self.card:
+            self.card.reconsider(self.hold)
+
+    def _failure(self, error):
+        """What an exchange that broke raises, from what is known of why."""
+        if isinstance(error, BadMessage) and error.status != 502:
+            return error
+        if self.expired:
+            failure = Refused(504, "the render took longer than -render-wait; it was stopped", "timeout")
+        elif self.hold and self.hold.revoked:
+            failure = Refused(503, f"the hold on the card was taken away: {self.hold.revoked}", "released", 1)
+        elif self.client.left:
+            return Gone()
+        else:
+            title = self.upstream.engine.title
+            failure = Refused(502, f"{title}: {error if str(error) else type(error).__name__}", "engine_error")
+        if self.sent:
+            log.warning("an answer of %s to %s broke off: %s", self.upstream.engine.title, self.request.method, failure)
+            return Cut()
+        return failure
+
+    # -- to the engine --
+
+    def _ask(self, spool):
+        upstream, request = self.upstream, self.request
+        head = request.upstream_head(self.forwarded, upstream.engine.fresh)
+        kept = upstream.sock is not None
+        if not kept:
+            upstream.connect()
+        if self.client.left and not self.keeps:
+            raise Gone
+        whole = spool.whole() if request.body.done else None
+        try:
+            if whole is not None:
+                upstream.send(head + whole)
+            else:
+                upstream.send(head)
+                self._upload(spool)
+            return upstream.getresponse(request.method, self._interim)
+        except OSError:
+            if not (kept and request.method in READS) or self.client.left:
+                raise
+        upstream.close()                    # it had closed while idle: a GET may be sent again
+        upstream.connect()
+        upstream.send(head)
+        return upstream.getresponse(request.method, self._interim)
+
+    def _interim(self, head):
+        if self.request.minor:
+            self._to_client(head)
+
+    def _upload(self, spool):
+        """Send the body, watching for an answer that comes before its end."""
+        self._slow_since = time.monotonic()
+        for block in spool.blocks():
+            if not self._push(block):
+                return self._early()
+        if not self.request.body.done:
+            try:
+                for block in body_blocks(self.client, self.request.body, self._wait_for_body):
+                    self._slow_bytes += len(block)
+                    if not self._push(block):
+                        break
+            except (Gone, BadMessage):
+                self.keeps = False          # no whole request reached the engine
+                raise
+            if not self.request.body.done:
+                return self._early()
+        return None
+
+    def _early(self):
+        self.keep, self.client.unread = False, True
+
+    def _push(self, block):
+        """Send all of it; False as soon as the engine answers, or reads no further."""
+        view, sock = memoryview(block), self.upstream.sock
+        if readable(sock, 0):
+            return False
+        while view:
+            try:
+                view = view[sock.send(view, socket.MSG_DONTWAIT):]
+            except BlockingIOError:
+                poller = select.poll()
+                poller.register(sock, select.POLLIN | select.POLLOUT)
+                events = poller.poll(self.client.stall * 1000)
+                if not events:
+                    raise Refused(504, f"{self.upstream.engine.title} took nothing of the body for"
+                                       f" {self.client.stall:g}s", "timeout") from None
+                if events[0][1] & select.POLLIN:
+                    return False
+            except OSError:
+                return False                # its answer may be there to read
+        return True
+
+    def _wait_for_body(self):
+        """Wait for the client's next bytes; False when the engine has something to say first."""
+        poller = select.poll()
+        poller.register(self.client.sock, select.POLLIN)
+        poller.register(self.upstream.sock, select.POLLIN)
+        seconds = min(self.client.stall, SLOW_SECONDS) if self.hold else self.client.stall
+        ready = poller.poll(seconds * 1000)
+        if self.hold and (late := time.monotonic() - self._slow_since) >= SLOW_SECONDS:
+            if self._slow_bytes < SLOW_BYTES:
+                raise BadMessage(f"the body came with less than {SLOW_BYTES} bytes in {late:.0f}s, while it held the"
+                                 " card", 408)
+            self._slow_since, self._slow_bytes = time.monotonic(), 0
+        if not ready and not self.hold:
+            return True                     # recv tells that it stalled
+        return self.upstream.sock.fileno() not in (number for number, _ in ready)
+
+    # -- to the client --
+
+    def _to_client(self, data):
+        """A client that left gets nothing more; whether that ends the exchange depends on `keeps`."""
+        if not (self.client.left and self.keeps):
+            try:
+                self.client.send(data)
+            except Gone:
+                if not self.keeps:
+                    raise
+
+    def _head(self, answer):
+        lines = [b"HTTP/1.1 ", answer.line, b"\r\n", answer.fields]
+        if isinstance(answer.body, Chunked) and self.request.minor:
+            lines.append(b"Transfer-Encoding: chunked\r\n")
+        self.keep = self.keep and not isinstance(answer.body, UntilEnd) and (
+            self.request.minor == 1 or not isinstance(answer.body, Chunked))
+        if not self.keep:
+            lines.append(b"Connection: close\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _deliver(self, answer):
+        self.status, body, data = answer.status, answer.body, answer.rest
+        pending = self._head(answer)                # the head goes with the first bytes of the body, or before a wait
+        bare = isinstance(body, Chunked) and not self.request.minor     # HTTP/1.0 knows no chunks
+        looks = self.keeps and self.status in (200, 202)
+        copied = 0
+        while True:
+            payload = [] if bare or looks and isinstance(body, Chunked) else None
+            count = body.feed(data, payload) if payload is not None else body.feed(data)
+            block, data = data[:count], data[count:]
+            if looks and copied <= COPY_BYTES:
+                self.copied += [block] if payload is None else payload
+                copied += count
+            out = b"".join(payload) if bare else block
+            if pending or out:
+                self.sent = True
+                self._to_client(pending + out if pending else out)
+                pending = b""
+            if body.done:
+                break
+            if not data and payload is None and not looks and isinstance(body, Sized) and body.left > LARGE:
+                self._pump(body)
+            more = self.upstream.sock.recv(SMALL)
+            if not more:
+                if isinstance(body, UntilEnd) and not self._broken():
+                    return False
+                raise Cut("its answer was cut short")
+            data = data + more if data else more
+        return not data and not answer.closes
+
+    def _broken(self):
+        """Whether an end of the connection was brought about from this side."""
+        return self.expired or self.client.left or bool(self.hold and self.hold.revoked)
+
+    def _pump(self, body):
+        """The bulk of a long body of known length, through one buffer."""
+        buffer = bytearray(LARGE)
+        view, sock = memoryview(buffer), self.upstream.sock
+        while body.left > LARGE:
+            count = sock.recv_into(buffer)
+            if not count:
+                raise Cut("its answer was cut short")
+            self._to_client(view[:body.feed(view[:count])])
+
+    def _upgrade(self, answer):
+        if not self.request.upgrade or b"upgrade" not in answer.named:
+            raise BadMessage("the engine switched protocols unasked", 502)
+        self.status, self.keep, self.sent = 101, False, True
+        self.client.on_leave(None)                  # a half-close is carried over
+        self.client.send(b"HTTP/1.1 " + answer.line + b"\r\n" + answer.fields +
+                         b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + answer.rest)
+        first, self.client.buf = self.client.buf, b""
+        tunnel(self.client.sock, self.upstream.sock, first)
+        return False
+
+
+def tunnel(client, engine, first=b""):
+    """Copy both ways until both have ended; a half-close is carried over, a reset resets both. No idle limit."""
+    ways = {client.fileno(): (client, engine), engine.fileno(): (engine, client)}
+    waiting = {client.fileno(): first, engine.fileno(): b""}    # read from this one, not yet taken by its peer
+    ended, shut = set(), set()
+    try:
+        while len(shut) < 2:
+            poller = select.poll()
+            for number, (source, sink) in ways.items():
+                wants = 0 if waiting[number] or number in ended else select.POLLIN
+                wants |= select.POLLOUT if waiting[sink.fileno()] else 0
+                if wants:
+                    poller.register(source, wants)
+            poller.poll()
+            for number, (source, sink) in ways.items():
+                if not waiting[number] and number not in ended:
+                    with contextlib.suppress(BlockingIOError):
+                        waiting[number] = source.recv(SMALL, socket.MSG_DONTWAIT)
+                        if not waiting[number]:
+                            ended.add(number)
+                if waiting[number]:
+                    with contextlib.suppress(BlockingIOError):
+                        waiting[number] = waiting[number][sink.send(waiting[number], socket.MSG_DONTWAIT):]
+                if number in ended and number not in shut and not waiting[number]:
+                    shut.add(number)
+                    sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        for sock in (client, engine):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+
+
+# ----- Eyes ---------------------------------------------------------------------------------------------------
+
+class LogFormat(logging.Formatter):
+    """One line a record, whatever stands in it: text, or JSON."""
+
+    def __init__(self, as_json):
+        super().__init__()
+        self._as_json = as_json
+
+    def format(self, record):
+        message = record.getMessage()
+        if record.exc_info:
+            message += " | " + self.formatException(record.exc_info)
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03d}"
+        if self._as_json:
+            return json.dumps({"time": at, "level": record.levelname, "msg": message,
+                               **getattr(record, "fields", {})})
+        fields = "".join(f" {key}={json.dumps(value) if isinstance(value, (str, list)) else value}"
+                         for key, value in getattr(record, "fields", {}).items())
+        return re.sub(r"[\x00-\x1f\x7f]+", " ", f"{at} {record.levelname:7} {message}{fields}")
+
+
+def start_log(level, form):
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormat(form == "json"))
+    logging.raiseExceptions = False             # a full disk must not end anything
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+
+
+class Eyes:
+    """What people and programs look at. Everything shown is asked for at that moment, never kept beside its owner."""
+
+    def __init__(self, settings):
+        self.settings, self.started = settings, time.monotonic()
+        self.card = self.vram = None            # set by main: the card tells the eyes, and the eyes ask the card
+        self.engines = {}
+
+    def tell(self, event, **fields):
+        """Told by the card, under its lock, at every transition."""
+        if event == "handover":
+            shown = {key: value for key, value in fields.items() if value not in (None, [], "") and key != "at"}
+            log.info("hand-over", extra={"fields": shown})
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug(event, extra={"fields": {key: round(value, 3) if isinstance(value, float) else value
+                                               for key, value in fields.items()}})
+
+    def status(self):
+        """The whole state as a dict for JSON; never waits for an engine, and for the card's meter a moment at most."""
+        card, sd = self.card.snapshot(), self.engines.get("sd")
+        reading = self.vram.meter.read(0.25) or self.vram.meter.last
+        resident = {name: card["resident"].get(name) for name in self.engines}
+        if sd:
+            resident["sd"] = sd.up
+        return {
+            "version": VERSION, "uptime_s": time.monotonic() - self.started, **card, "resident": resident,
+            "vram": {"used": reading and reading.used, "total": reading and reading.total, "floor": self.vram.floor,
+                     "source": self.vram.meter.source, "error": self.vram.meter.error or None},
+            "sd_child_up": bool(sd and sd.up), "sd": sd and sd.describe(),
+            "engines": {name: engine.describe() for name, engine in self.engines.items()},
+        }
+
+    def health(self):
+        card = self.card.snapshot()
+        pending = bool(card["in_flight"][IMAGE] or any(row["kind"] == IMAGE for row in card["waiting"]))
+        return {"state": card["state"], "llm_inflight": card["in_flight"][LLM], "image_pending": pending}
+
+
+# ----- Front --------------------------------------------------------------------------------------------------
+
+OWN_NAMES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")     # no stranger can own these
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def own_name(host, allowed):
+    """Whether a Host is one that no stranger can make a browser send (DNS rebinding)."""
+    name = re.sub(r":\d+$", "", host.lower()).strip("[]").rstrip(".")
+    return is_ip(name) or "." not in name or name.endswith(OWN_NAMES) or name in allowed
+
+
+def own_origin(origin, host, allowed):
+    """Whether a page of this origin may use stadi: the Host's own, this machine's, or one that a setting names."""
+    if origin.lower() in allowed:
+        return True
+    try:
+        parts = urllib.parse.urlsplit(origin.lower())
+        usual = {"http": 80, "https": 443}.get(parts.scheme)
+        there = urllib.parse.urlsplit(f"//{host.lower()}")
+        if not usual or not parts.hostname:
+            return False
+        return (Endpoint(parts.hostname, 0).loopback or parts.hostname.endswith(".localhost")
+                or (parts.hostname, parts.port or usual) == (there.hostname, there.port or usual))
+    except ValueError:
+        return False
+
+
+class Front(NamedTuple):
+    """One listening address: its routes, its guard, the shape of its errors."""
+    name: str
+    table: tuple
+    strict: bool                # stadi is the only guard of these engines: Host, Origin, no body on a GET
+    limits: dict                # kind -> seconds that a request waits for the card
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Accepts; a thread for each connection. Never ends: main leaves the process."""
+
+    daemon_threads, block_on_close, request_queue_size, allow_reuse_address = True, False, 1024, True
+
+    def __init__(self, endpoint, front, world):
+        self.front, self.world = front, world           # world: settings, card, engines, eyes, watcher
+        self.open = 0
+        self.most = max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 3)
+        self.address_family = socket.AF_INET if "." in endpoint.host or not socket.has_ipv6 else socket.AF_INET6
+        super().__init__(tuple(endpoint), Handler)
+
+    def server_bind(self):
+        """Without the name look-up of the original; an empty host is every address of both families."""
+        if self.address_family == socket.AF_INET6 and not self.server_address[0]:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_name, self.server_port = self.server_address[0], self.socket.getsockname()[1]
+
+    def get_request(self):
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                log.error("no connection can be accepted: %s; raise the limit of open files (ulimit -n)", error.strerror)
+                time.sleep(0.2)                         # the socket stays readable: no spin
+            raise
+
+    def process_request(self, request, client_address):
+        if self.open >= self.most:
+            log.warning("more than %d connections: one refused (ulimit -n)", self.most)
+            return self.shutdown_request(request)
+        try:
+            return super().process_request(request, client_address)
+        except RuntimeError as error:
+            log.error("no thread for a connection: %s", error)
+            return self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address):
+        self.open += 1                                  # a count for a cap: off by a few does no harm
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.open -= 1
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("a connection failed")
+
+    def shutdown_request(self, request):
+        self.close_request(request)                     # the handler has shut it down in its own way
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One client connection, request after request: from a route's class to card, relay or answer."""
+
+    def setup(self):
+        world = self.server.world
+        self.client = Client(self.request, world.settings.stall)
+        bound_socket(self.request, world.settings.keepalive, world.settings.stall)
+        self.upstream = None
+        address = self.client_address[0].removeprefix("::ffff:")
+        self.forwarded = f"X-Forwarded-For: {address}\r\nX-Forwarded-Proto: http\r\n".encode()
+        world.watcher.add(self.client)
+
+    def finish(self):
+        """Close so that the client gets what was sent: what it still sends is drained for a moment."""
+        self.server.world.watcher.remove(self.client)
+        if self.upstream:
+            self.upstream.close()
+        if self.client.unread:
+            with contextlib.suppress(OSError):
+                self.request.shutdown(socket.SHUT_WR)
+                end = time.monotonic() + LINGER_SECONDS
+                while readable(self.request, end - time.monotonic()) and self.request.recv(LARGE):
+                    pass
+
+    def handle_one_request(self):
+        self.close_connection, self.front_kind = True, "none"
+        request = None
+        try:
+            head = self.client.read_head()
+            if head is None:
+                return
+            self.client.unread = True
+            request = Request(head)
+            self.client.unread = not request.body.done
+            self.close_connection = not self._serve(request)
+        except Gone:
+            pass
+        except Cut:
+            if request.minor == 0 or self.client.unread is None:
+                self.client.reset()
+        except BadMessage as error:
+            self._refuse(request, Refused(error.status, str(error), "invalid_request_error"))
+        except Refused as error:
+            self.close_connection = not self._refuse(request, error)
+        except Exception:
+            log.exception("a request failed")
+            self._refuse(request, Refused(500, "stadi failed on this request; its log has the reason", "server_error"))
+
+    # -- answers of stadi's own --
+
+    def _refuse(self, request, error):
+        """Write an error in the shape that clients of this front read. True if the connection may go on."""
+        body = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
+        more = f"Retry-After: {error.retry_after or 5}\r\n" if error.status == 503 else ""
+        return self._answer(request, error.status, body, more)
+
+    def _answer(self, request, status, body, more=""):
+        content = json.dumps(body).encode()
+        keep = request is not None and request.keep and request.body.done and status not in (400, 408)
+        try:
+            phrase = http.HTTPStatus(status).phrase
+        except ValueError:
+            phrase = "Error"
+        head = (f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+                f"{more}{'' if keep else 'Connection: close' + chr(13) + chr(10)}\r\n").encode()
+        if request is not None:
+            self.client.unread = not request.body.done
+        try:
+            self.client.send(head if request is not None and request.method == "HEAD" else head + content)
+        except Gone:
+            return False
+        return keep
+
+    # -- requests --
+
+    def _serve(self, request):
+        """Answer one request; True if the connection may go on."""
+        front, path = self.server.front, request.target.partition("?")[0]
+        route = classify(front.table, request.method, request.target)
+        if front.strict:
+            self._guard(request, route)
+        elif route.kind == OWN and path != "/healthz":
+            self._guard_host(request)
+        if route.kind == OWN:
+            return self._own(request, route)
+        engine = self.server.world.engines.get(route.engine)
+        if engine is None:
+            raise Refused(404, f"there is no {'sd-server' if route.engine == 'sd' else 'router'} behind this stadi"
+                               f" (-{'sd' if route.engine == 'sd' else 'llm'} off)", "not_found_error")
+        return getattr(self, f"_{route.kind}")(request, route, engine)
+
+    def _guard(self, request, route):
+        """The router and sd-server have no defence of their own, and reflect any Origin."""
+        if request.method in READS and not request.body.done:
+            raise BadMessage(f"a {request.method} with a body: a form in it could name a model")
+        if route.path != "/healthz":
+            self._guard_host(request)
+        if request.upgrade or route.kind in (TAKE, STEER) or request.method not in ("GET", "HEAD", "OPTIONS"):
+            self._guard_origin(request)
+
+    def _guard_host(self, request):
+        if not own_name(request.host, self.server.world.settings.allow_host):
+            raise Refused(403, f"Host {request.host!r} is not one of this stadi's names; if it is, set -allow-host"
+                               " (STADI_ALLOW_HOST)", "forbidden")
+
+    def _guard_origin(self, request):
+        origin, allowed = request.text(b"origin"), self.server.world.settings.allow_origin
+        named = origin is not None and origin.lower() in allowed
+        if origin is not None and not own_origin(origin, request.host, allowed):
+            raise Refused(403, f"pages of {origin!r} may not use this stadi; if they may, set -allow-origin"
+                               " (STADI_ALLOW_ORIGIN)", "forbidden")
+        if (request.text(b"sec-fetch-site") or "").lower() == "cross-site" and not named:
+            raise Refused(403, "a page of another site may not use this stadi; if it may, set -allow-origin"
+                               " (STADI_ALLOW_ORIGIN) to its origin", "forbidden")
+
+    def _own(self, request, route):
+        if request.method not in READS:
+            raise Refused(405, f"{route.path} is read with GET", "invalid_request_error")
+        eyes = self.server.world.eyes
+        return self._answer(request, 200, eyes.health() if route.path == "/healthz" else eyes.status())
+
+    def _continue(self, request):
+        """Nothing can refuse the body any more: let it come."""
+        if request.expects and not request.body.done and not self.client.buf:
+            self.client.send(CONTINUE)
+
+    def _pass(self, request, route, engine):
+        self._continue(request)
+        return self._exchange(request, engine, Spool())
+
+    def _steer(self, request, route, engine):
+        """Steering a completion that runs must not queue behind it."""
+        return (self._pass if self.server.world.card.has(engine) else self._take)(request, route, engine)
+
+    def _watch(self, request, route, engine):
+        """Looking may neither turn the card round nor keep anything there."""
+        if engine.kind == LLM:
+            return self._look(request, route, engine)
+        job = re.fullmatch(r"/sdcpp/v1/jobs/([^/]+)", route.path)
+        kept = job and request.method in READS and engine.results.get(job[1])
+        if kept:
+            return self._answer(request, 200, json.loads(kept))
+        if not engine.serving:
+            raise Refused(503, "sd is not loaded", "unavailable_error")
+        return self._pass(request, route, engine)
+
+    def _look(self, request, route, engine):
+        card = self.server.world.card
+        hold = card.watch(engine, f"{request.method} {route.path}")
+        try:
+            if not hold or not engine.loaded(query_values(request.target.partition("?")[2], "model")):
+                raise Refused(503, "llm is not loaded", "unavailable_error")
+            return self._exchange(request, engine, Spool(), hold)
+        finally:
+            if hold:
+                card.release(hold)
+
+    def _take(self, request, route, engine):
+        """The body first: a client can't be seen to leave while its bytes lie unread. A long one streams straight
+        through when the card is free for it."""
+        world, spool = self.server.world, Spool()
+        try:
+            self._continue(request)
+            for block in body_blocks(self.client, request.body):
+                spool.add(block)
+                if spool.size >= SPOOL_BYTES and world.card.free_for(engine):
+                    break
+            hold = world.card.acquire(engine, f"{request.method} {route.path}", self.server.front.limits[engine.kind],
+                                      route.path in getattr(engine, "JOBS", ()), self.client.on_leave)
+            return self._held(request, route, hold, spool)
+        finally:
+            spool.close()
+
+    def _held(self, request, route, hold, spool):
+        """Relay under a hold, which ends with the answer, or with the job that the answer names."""
+        world, engine = self.server.world, hold.engine
+        bound = world.settings.render_wait if engine.kind == IMAGE else 0
+        exchange = Exchange(self.client, request, self.forwarded, hold, world.card)
+        timer = threading.Timer(bound, exchange.expire) if bound and engine.name == "sd" else None
+        try:
+            if timer:
+                timer.daemon = True
+                timer.start()
+            keep = self._run(exchange, engine, spool)
+            hold.job = exchange.keeps and engine.job_of(route.path, exchange.status, b"".join(exchange.copied)) or None
+            return keep
+        finally:
+            if timer:
+                timer.cancel()
+            if exchange.expired:
+                engine.evict()
+            if hold.job:
+                follower = threading.Thread(target=follow, args=(world.card, hold, bound), name="follower", daemon=True)
+                try:
+                    follower.start()
+                except RuntimeError:                    # no threads left: this one will do
+                    follow(world.card, hold, bound)
+            else:
+                world.card.release(hold)
+
+    def _exchange(self, request, engine, spool, hold=None):
+        return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool)
+
+    def _run(self, exchange, engine, spool):
+        """Carry out an exchange over the kept connection where it fits, else over a fresh one."""
+        kept, self.upstream = self.upstream, None
+        if kept and (kept.engine is not engine or not kept.fits(exchange.request.method)):
+            kept.close()
+            kept = None
+        upstream = kept or Upstream(engine, self.client.stall)
+        try:
+            if exchange.run(upstream, spool) and not engine.fresh and exchange.keep:
+                upstream.idle_since, self.upstream = time.monotonic(), upstream
+        finally:
+            if self.upstream is not upstream:
+                upstream.close()
+        return exchange.keep
+
+
+# ----- main ---------------------------------------------------------------------------------------------------
+
+def check(settings, environ):
+    """-check: look at the world with these settings. Prints a line each; returns the exit code."""
+    bad = False
+    for level, text in findings(settings, environ):
+        print(f"{level:7} {text}")
+        bad = bad or level == "error"
+    return 1 if bad else 0
+
+
+def findings(settings, environ):
+    """(ok, warning or error; what was found and what to do). A warning may be mended by waiting."""
+    if settings.sd:
+        yield from sd_findings(settings)
+    if settings.llm:
+        yield from router_findings(settings)
+    try:
+        meter = find_meter(settings, environ)
+        reading = meter.read()
+        if reading:
+            yield "ok", f"VRAM: {reading.used / GIB:.1f} GiB used, read by {meter.source}"
+        elif meter.source == "none":
+            yield "warning", ("VRAM cannot be read here: only exits and unloads are waited for; give -vram-cmd if a"
+                              " command can tell")
+        else:
+            yield "warning", f"VRAM cannot be read: {meter.error}"
+    except Usage as error:
+        yield "error", str(error)
+    for flag, endpoint in (("listen", settings.listen), ("sd", settings.sd)):
+        if endpoint and (inodes := listeners(endpoint.port)):
+            yield "warning", f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}"
+        elif endpoint:
+            yield "ok", f"port {endpoint.port} (-{flag}) is free"
+
+
+def sd_findings(settings):
+    program = shutil.which(settings.sd_bin)
+    if program:
+        yield "ok", f"sd-server: {program}"
+    elif os.path.exists(settings.sd_bin):
+        yield "error", f"-sd-bin (STADI_SD_BIN): {settings.sd_bin} cannot be executed; chmod +x, or name the program"
+    else:
+        yield "error", f"-sd-bin (STADI_SD_BIN): {settings.sd_bin} is not there (or not on PATH); name sd-server's path"
+    words = settings.sd_args
+    for flag, value in zip(words, words[1:]):
+        if flag in MODEL_FLAGS:
+            there = os.path.isfile(value)
+            yield ("ok" if there else "error"), f"model {flag} {value}" + ("" if there else ": no such file (-sd-args)")
+    warnings = list(sd_warnings(settings))
+    yield from (("warning", text) for text in warnings)
+    if not warnings:
+        yield "ok", f"-sd-args agree with -sd (port {settings.sd.port})"
+
+
+MODEL_FLAGS = ("-m", "--model", "--diffusion-model", "--high-noise-diffusion-model", "--llm", "--llm_vision",
+               "--clip_l", "--clip_g", "--clip_vision", "--t5xxl", "--vae", "--tae", "--taesd", "--control-net")
+
+
+def sd_warnings(settings):
+    """What in -sd-args will not do what its writer thinks."""
+    words = settings.sd_args
+    port = next((value for flag, value in zip(words, words[1:]) if flag == "--listen-port"), "1234")
+    if port != str(settings.sd.port):
+        yield (f"-sd-args: sd-server will listen on port {port}, but -sd says {settings.sd.port}; write"
+               f" --listen-port {settings.sd.port} into -sd-args")
+    if any(word.partition("=")[0] == "--params-backend" for word in words):
+        yield ("-sd-args: --params-backend disables --auto-fit, which tiles a VAE decode that is too large for the card;"
+               " leave it out (--backend is safe)")
+
+
+def router_findings(settings):
+    router = Router(settings.llm, settings.llm_key, 0, 0)
+    log.disabled = True
+    try:
+        models = router.models()
+        yield "ok", f"router at {settings.llm}: {len(models)} models"
+        loaded = next((name for name, status in models.items() if status == "loaded"), None)
+        if loaded:
+            status, _ = router.ask("GET", "/slots?" + urllib.parse.urlencode({"model": loaded, "autoload": "false"}))
+            yield ("warning", "the router has no /slots (--no-slots): a generation that outlives its client is not seen"
+                   ) if status == 501 else ("ok", "the router has /slots")
+        else:
+            yield "ok", "whether the router has /slots shows only while a model is loaded"
+    except Trouble as error:
+        refused = "nothing listens" in str(error) or "no answer" in str(error)
+        yield ("warning" if refused else "error"), f"router at {settings.llm} (-llm): {error}"
+    finally:
+        log.disabled = False
+
+
+def build(settings, environ):
+    """The world: engines, card and eyes, wired. Raises Usage where it cannot work."""
+    engines = {}
+    if settings.llm:
+        engines["llama"] = Router(settings.llm, settings.llm_key, settings.busy_wait, settings.vram_wait)
+    if settings.sd:
+        program = shutil.which(settings.sd_bin)
+        if not program:
+            raise Usage(f"-sd-bin (STADI_SD_BIN): {settings.sd_bin!r} is not there, or cannot be executed; name the path"
+                        " of sd-server, or -sd off")
+        engines["sd"] = Sd(settings.sd, [program, *settings.sd_args], settings.sd_log_dir, settings.idle,
+                           settings.load_wait)
+    eyes = Eyes(settings)
+    vram = Vram(find_meter(settings, environ), settings.free_gib, settings.vram_wait)
+    card = Card(engines.values(), vram, tell=eyes.tell)
+    eyes.card, eyes.vram, eyes.engines = card, vram, engines
+    return types.SimpleNamespace(settings=settings, engines=engines, card=card, eyes=eyes, watcher=Watcher())
+
+
+def listen(world):
+    """The servers of all fronts that are on. Raises Usage where a port is taken."""
+    settings = world.settings
+    limits = {LLM: settings.busy_wait, IMAGE: settings.image_wait}
+    fronts = [("listen", settings.listen, Front("llama/sd", LLAMA_SD, True, limits))]
+    servers = []
+    for flag, endpoint, front in fronts:
+        if endpoint:
+            try:
+                servers.append(Server(endpoint, front, world))
+            except OSError as error:
+                holder = who_listens(listeners(endpoint.port)) if error.errno == errno.EADDRINUSE else error.strerror
+                raise Usage(f"-{flag}: {endpoint} cannot be listened on: {holder}") from None
+    return servers
+
+
+def serve(settings, environ):
+    """Run until a signal. Returns the exit code."""
+    stop, signals = threading.Event(), []
+
+    def on_signal(number, _):
+        signals.append(number)
+        stop.set()
+        if len(signals) > 1 and sd and sd.child:       # the second forces
+            sd.child.stop(0, 0)
+
+    world = build(settings, environ)
+    sd = world.engines.get("sd")
+    if sd:
+        end_orphan(settings.sd_log_dir, settings.sd.port)
+    servers = listen(world)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    work = [("mover", world.card.run), ("watcher", world.watcher.run)]
+    work += [(f"front {server.front.name}", functools.partial(server.serve_forever, 3600)) for server in servers]
+    for name, target in work:
+        threading.Thread(target=target, name=name, daemon=True).start()
+    for server in servers:
+        log.info("stadi %s answers on http://%s for %s; VRAM by %s", VERSION, Endpoint(*server.server_address[:2]),
+                 server.front.name, world.eyes.vram.meter.source)
+    for text in sd_warnings(settings) if sd else ():
+        log.warning("%s", text)
+    threading.Thread(target=probe, args=(world,), name="probe", daemon=True).start()
+    stop.wait()
+    log.info("ending: %s", signal.Signals(signals[0]).name)
+    world.card.close(Refused(503, "stadi is ending", "shutting_down", 5))
+    gone = sd.close() if sd else True
+    if not gone:
+        log.error("sd-server (pid %d) does not end", sd.child.pid)
+    return 0
+
+
+def probe(world):
+    """Ask once which engines are there: engines may come up later, so it is only said."""
+    for engine in world.engines.values():
+        engine.resident()
+
+
+def main(argv, environ):
+    try:
+        settings = read_settings(argv, environ)
+        if settings.h or settings.version:
+            print(usage() if settings.h else f"stadi {VERSION}")
+            return 0
+        complete(settings, environ)
+        if settings.check:
+            return check(settings, environ)
+        start_log(settings.log_level, settings.log_format)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard > 0 else 65536, hard))
+        sys.setswitchinterval(0.0002)           # measured: 15 to 20 % more requests than with the default's 5 ms
+        return serve(settings, environ)
+    except Usage as error:
+        print(f"stadi: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:], os.environ)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)                              # threads that wait for clients and engines hold nothing any more
