@@ -32,6 +32,7 @@ The rooms, in reading order; each uses only those above it:
     Front       servers and the handler: from a route's class to card, relay or answer
     main        settings, signals, wiring
 """
+import bisect
 import collections
 import contextlib
 import errno
@@ -39,6 +40,7 @@ import functools
 import http.client
 import http.server
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -156,6 +158,12 @@ def paths(text):
     return items
 
 
+def gpu(text):
+    if not re.fullmatch(r"|\d+|none|comfy|(?:[0-9A-Fa-f]+:)?[0-9A-Fa-f]+:[0-9A-Fa-f]+\.\d", text, re.ASCII):
+        raise ValueError("is no card; write an index (0), a PCI address (0000:03:00.0), comfy or none")
+    return text
+
+
 def one_of(*choices):
     def choose(text):
         if text.lower() not in choices:
@@ -188,8 +196,8 @@ SETTINGS = tuple(Setting(*row) for row in (
      "bound on the card's memory coming back, and on the router's unloading; then a warning, and on"),
     ("load-wait", "STADI_LOAD_WAIT", "15m", duration, "bound on sd-server's port appearing"),
     ("free-gib", "", "2", gibibytes, "the card counts as free below this many GiB used"),
-    ("gpu", "STADI_GPU", "", str,
-     "which card to read: an index, a PCI address, none; without it the card with the most VRAM"),
+    ("gpu", "STADI_GPU", "", gpu,
+     "which card to read: an index, a PCI address, comfy (ask ComfyUI), none; without it the card with the most VRAM"),
     ("vram-cmd", "STADI_VRAM_CMD", "", command_line,
      "a command that prints the MiB used, where neither amdgpu nor nvidia-smi can tell"),
     ("sd-bin", "STADI_SD_BIN", "sd-server", str, "the sd-server program; a bare name is looked up on PATH"),
@@ -200,6 +208,20 @@ SETTINGS = tuple(Setting(*row) for row in (
     ("allow-origin", "STADI_ALLOW_ORIGIN", "", names, "web origins whose pages may use stadi, comma-separated"),
     ("stall", "STADI_STALL", "30s", duration, "a client that neither sends nor takes a byte for this long is cut off"),
     ("keepalive", "STADI_KEEPALIVE", "75s", duration, "how long an idle client connection stays open"),
+    ("listen-ollama", "LISTEN_OLLAMA", "off", listen_address,
+     "where stadi answers in Ollama's place; :11434 with the word turnstile"),
+    ("listen-comfy", "LISTEN_COMFY", "off", listen_address,
+     "where stadi answers in ComfyUI's place; :8188 with the word turnstile"),
+    ("ollama", "OLLAMA_URL", "http://127.0.0.1:11435", engine_url, "where Ollama itself listens; off"),
+    ("comfy", "COMFY_URL", "http://127.0.0.1:8189", engine_url, "where ComfyUI itself listens; off"),
+    ("unload-timeout", "UNLOAD_TIMEOUT", "60s", duration, "bound on Ollama's unloading; then a warning, and on"),
+    ("job-timeout", "JOB_TIMEOUT", "15m", duration, "bound on one ComfyUI job, from its acceptance; then the card is let go"),
+    ("llm-wait-timeout", "LLM_WAIT_TIMEOUT", "10m", duration,
+     "how long a request to Ollama waits for the card, then 503; 0 without end"),
+    ("warm-model", "WARM_MODEL", "", str, "a model that Ollama loads again whenever the card is let go and nobody waits"),
+    ("comfy-keep", "COMFY_KEEP", "0", duration,
+     "how long ComfyUI keeps its models for its next job; 0 frees the card after every job"),
+    ("comfy-gate", "COMFY_GATE", "", paths, "more POST paths of ComfyUI that need the card (custom nodes), comma-separated"),
     ("log-level", "LOG_LEVEL", "info", one_of("debug", "info", "warning", "error"),
      "debug, info, warning or error; debug shows every step of the lock"),
     ("log-format", "LOG_FORMAT", "text", one_of("text", "json"), "text or json"),
@@ -207,7 +229,8 @@ SETTINGS = tuple(Setting(*row) for row in (
 SWITCHES = {"check": "look at the world with these settings, say what to do, and exit, writing nothing",
             "version": "print the version and exit", "h": "print this help and exit"}
 ALIASES = {"help": "h"}
-COMMANDS = {}
+COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual ports"}
+TURNSTILE = {"listen": "off", "listen-ollama": ":11434", "listen-comfy": ":8188"}     # its defaults
 
 
 def read_settings(argv, environ):
@@ -234,7 +257,9 @@ def read_settings(argv, environ):
             given[flag] = found[2] if found[2] is not None else words.popleft()
     values = types.SimpleNamespace(command=command, given=set(given), **{name: name in switches for name in SWITCHES})
     for setting in SETTINGS:
-        text = given.get(setting.flag) or environ.get(setting.variable) or setting.default
+        variable = "" if command == "turnstile" and setting.flag == "listen" else setting.variable
+        default = TURNSTILE.get(setting.flag, setting.default) if command == "turnstile" else setting.default
+        text = given.get(setting.flag) or environ.get(variable) or default
         name = f"-{setting.flag}" + (f" ({setting.variable})" if setting.variable else "")
         try:
             setattr(values, setting.flag.replace("-", "_"), setting.read(text))
@@ -247,6 +272,10 @@ def complete(values, environ):
     """Fill in what depends on other settings, and refuse combinations that cannot work. Raises Usage."""
     if not values.listen:
         values.llm = values.sd = None
+    values.ollama = values.ollama if values.listen_ollama else None
+    values.comfy = values.comfy if values.listen_comfy else None
+    if not (values.llm or values.sd or values.ollama or values.comfy):
+        raise Usage("-listen (STADI_LISTEN): nothing is on; give -listen, -listen-ollama or -listen-comfy an address")
     if values.sd and not values.sd_args:
         raise Usage("-sd-args (STADI_SD_ARGS): missing; give sd-server's command line, such as '-m model.gguf',"
                     " or -sd off")
@@ -257,7 +286,8 @@ def complete(values, environ):
 
 def usage():
     """The text of -h."""
-    lines = ["usage: stadi.py [flags]     flags first, then the environment, then the default", ""]
+    lines = ["usage: stadi.py [turnstile] [flags]     flags first, then the environment, then the default", ""]
+    lines += [f"  {name}\n        {text}" for name, text in COMMANDS.items()]
     for setting in SETTINGS:
         lines.append(f"  -{setting.flag} {setting.default}".rstrip() + (f"   [{setting.variable}]" if setting.variable else ""))
         lines.append(f"        {setting.help}")
@@ -270,6 +300,7 @@ def usage():
 STEADY_SECONDS = 2.0            # the driver frees in steps; a level that lasts this long is the level
 STEADY_BYTES = 64 * MIB
 FLOOR_BYTES = 256 * MIB         # what contexts of a desktop vary by
+NUDGE_SECONDS = 1.5
 BLIND_SECONDS = 5.0             # no reading for this long: the card can't be seen, go on
 
 
@@ -353,7 +384,7 @@ def cards(environ):
         with contextlib.suppress(OSError, ValueError):
             read = _amdgpu(device)
             address = os.path.basename(os.path.realpath(device))
-            found.append((f"amdgpu {folder}", address, read().total, str(len(found)), read, 0.05))
+            found.append((f"amdgpu's {folder}/device/mem_info_vram_used", address, read().total, str(len(found)), read, 0.05))
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             for line in _printed(NVIDIA):
@@ -362,13 +393,20 @@ def cards(environ):
     return found
 
 
-def find_meter(settings, environ):
-    """The Meter of the card that the settings name; one with source "none" where nothing can be read. Raises Usage."""
+def find_meter(settings, environ, comfy=None):
+    """The Meter of the card that the settings name; one with source "none" where nothing can be read. Raises Usage.
+
+    comfy: ComfyUI's reading, or None; it counts where the card may be in another machine.
+    """
     if settings.vram_cmd:
         return Meter("vram-cmd", lambda: Reading(int(float(_printed(settings.vram_cmd)[0]) * MIB), None), 0.25)
     if settings.gpu == "none":
         return Meter("none", None)
-    found = cards(environ)
+    if settings.gpu == "comfy":
+        return Meter("ComfyUI", comfy, 0.25)
+    urls = (settings.llm, settings.ollama, settings.comfy)
+    here = settings.sd or any(url and url.loopback for url in urls)
+    found = cards(environ) if here else []      # the container host's own GPU is not the card
     if settings.gpu:
         chosen = [card for card in found if settings.gpu == card[3] or
                   ":" in settings.gpu and _same_address(settings.gpu, card[1])]
@@ -377,7 +415,7 @@ def find_meter(settings, environ):
             raise Usage(f"-gpu (STADI_GPU): no card {settings.gpu!r}; {there}; or none")
         found = chosen
     if not found:
-        return Meter("none", None)
+        return Meter("ComfyUI", comfy, 0.25) if comfy else Meter("none", None)
     source, _, _, _, read, every = max(found, key=lambda card: card[2])
     return Meter(source, read, every)
 
@@ -399,9 +437,12 @@ class Settling:
             return True
         if now - self._since < STEADY_SECONDS:
             return False
-        if self.floor is not None:
-            return used <= self.floor + FLOOR_BYTES
-        return self.before is not None and used < self.before - STEADY_BYTES
+        return self.is_level(used) or (
+            self.floor is None and self.before is not None and used < self.before - STEADY_BYTES)
+
+    def is_level(self, used):
+        """Whether this is what a free card uses, as far as is known."""
+        return used < self.free_below or self.floor is not None and used <= self.floor + FLOOR_BYTES
 
 
 class Vram:
@@ -416,14 +457,21 @@ class Vram:
         reading = self.meter.read()
         return reading and reading.used
 
-    def wait_back(self, before, verified):
-        """Wait until what was evicted has left the card; "" or a warning that says how much is still used."""
-        if self.meter.source == "none":
-            return ""
-        start = seen = self._clock()
+    def wait_back(self, before, verified, nudge, cut):
+        """Wait until what was evicted has left the card; "" or a warning that says how much is still used.
+
+        before: bytes used when the eviction began. nudge() is called again and again meanwhile. cut(): nobody needs
+        the card back any more.
+        """
+        start = seen = nudged = self._clock()
         settling = Settling(before, self.floor, self.free_below)
+        if before is not None and settling.is_level(before) or self.meter.source == "none":
+            return ""
         while True:
             reading, now = self.meter.read(), self._clock()
+            if now - nudged >= NUDGE_SECONDS:
+                nudged = now
+                nudge()
             if reading:
                 seen = now
                 if settling.back(now, reading.used):
@@ -432,6 +480,8 @@ class Vram:
                     return ""
             elif now - seen >= BLIND_SECONDS:
                 return f"VRAM cannot be read ({self.meter.error}): went on without"
+            if cut():
+                return "the wait for the VRAM was cut short: the next job is the same engine's"
             if now - start >= self.bound:
                 if verified and settling.lowest is not None:
                     self.floor = settling.lowest
@@ -466,6 +516,7 @@ class Eviction(NamedTuple):
     freed: bool                 # something was really asked to let go
     verified: bool              # and it was seen to have done so
     note: str = ""
+    before: int | None = None   # bytes used when it began, where that was before the hand-over
 
 
 class Hold:
@@ -493,7 +544,8 @@ class Waiter:
 class Handover:
     """The card on its way to `to` (an engine, or None: to nobody); phases timed in milliseconds."""
 
-    def __init__(self, to, why, requester, evict, began):
+    def __init__(self, to, why, requester, evict, began, own=False):
+        self.own = own                              # of stadi's own accord, for an idle card
         self.to, self.why, self.requester, self.evict, self.began = to, why, requester, evict, began
         self.cancelled = threading.Event()          # set when nobody wants it any more
         self.phase, self.phase_since = "drain", began
@@ -523,8 +575,8 @@ def choose(waiters, now, job_seconds):
 
 
 class Card:
-    """The one GPU, and who may use it. Engines: .name, .kind, .idle_after, .busy_limit, resident(), busy(), evict(),
-    ready(cancelled), as in the room Engines; vram as in the room VRAM."""
+    """The one GPU, and who may use it. Engines: .name, .kind, .idle_after, .busy_limit, .stoppable, resident(), busy(),
+    evict(), nudge(), evicted(), ready(cancelled), as in the room Engines; vram as in the room VRAM."""
 
     def __init__(self, engines, vram, clock=time.monotonic, tell=lambda event, **fields: None):
         self._lock = threading.Lock()
@@ -541,6 +593,7 @@ class Card:
         self._residents = {}                            # engine name -> last answer
         self._ledger = collections.deque(maxlen=50)
         self._closed = None
+        self.warm = None                                # (engine, work(hold)): what an idle card is used for
 
     # -- requests --
 
@@ -614,7 +667,7 @@ class Card:
     def reconsider(self, hold):
         """The client of this hold left, and nobody wants the work that goes on: it may be ended for the next."""
         with self._lock:
-            hold.unwanted = True
+            hold.unwanted = hold.engine.stoppable
             self._advance()
 
     def close(self, error):
@@ -678,7 +731,10 @@ class Card:
         if self._holds:
             hold = next(iter(self._holds.values()))
             doing = f"job {hold.job}" if hold.job else hold.what
-            return f"{hold.engine.name} has had it for {now - hold.since:.0f}s ({doing})"
+            return f"{hold.engine.name} has had it for {now - hold.since:.0f}s ({doing}){hold.engine.hint}"
+        if moving and moving.asked:
+            return (f"{moving.asked.name} has been busy for {now - moving.phase_since:.0f}s with work that did not come"
+                    f" through stadi, or outlived its connection{moving.asked.hint}")
         if moving and moving.running:
             return (f"it is on its way to {moving.to.name if moving.to else 'nobody'}, in the phase {moving.phase} "
                     f"for {now - moving.phase_since:.0f}s ({moving.why})")
@@ -717,7 +773,8 @@ class Card:
         hold = waiter.hold = Hold(waiter.id, waiter.engine, waiter.what, now, now if began is None else began)
         self._holds[hold.id] = hold
         self._count_blocked()
-        self._tell("grant", hold=hold.id, engine=hold.engine.name, what=hold.what, waited=now - waiter.arrived)
+        self._tell("grant", hold=hold.id, engine=hold.engine.name, kind=hold.engine.kind, what=hold.what,
+                   waited=now - waiter.arrived)
         waiter.turn.notify()
         return hold
 
@@ -740,16 +797,21 @@ class Card:
         while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
             self._grant(waiter)
         if waiter is None:
-            self._handover = None
+            self._handover = self._handover if self._handover and self._handover.own else None
         elif not self._handover or self._handover.requester is not waiter:
             began = self._handover.began if self._handover and self._handover.to is waiter.engine else self._clock()
             evict = [engine for engine in self._engines if engine is not waiter.engine]
             self._handover = Handover(waiter.engine, waiter.what, waiter, evict, began)
-        return self._work.notify()
+        if self._handover or self._idle_left() is not None:
+            self._work.notify()
+        return None
 
     def _still_wanted(self):
         """Rule 5: a hand-over outlives its requester unless the next in line is for another engine."""
         moving, waiter = self._handover, self._next()
+        if not moving.to and moving.phase == "vram" and waiter and not waiter.engine.stoppable and (
+                [waiter.engine] == moving.evict):
+            moving.cancelled.set()          # its process lives, its memory is its own: nothing to wait for
         if not moving.requester or moving.requester in self._waiters or moving.requester.hold:
             return
         if waiter and waiter.engine is moving.to:
@@ -760,7 +822,7 @@ class Card:
     def _idle_left(self):
         """Seconds until the owner's time is up; None where no clock runs."""
         owner = self._owner
-        if not owner or not owner.idle_after or self._holds or self._waiters or self._handover or self._closed:
+        if not owner or owner.idle_after is None or self._holds or self._waiters or self._handover or self._closed:
             return None
         return self._idle_since + owner.idle_after - self._clock()
 
@@ -823,6 +885,8 @@ class Card:
         self._residents.update({engine.name: engine.resident() for engine in others})
         residents = [engine for engine in others if self._residents[engine.name] is not False]
         alone = all(engine in moving.evict for engine in residents)
+        if moving.own and not alone:
+            raise GivenUp                               # warm never evicts
         residents = [engine for engine in residents if engine in moving.evict]
         for engine in residents:
             self._drain(moving, engine)
@@ -834,16 +898,22 @@ class Card:
             eviction = engine.evict()
             self._residents[engine.name] = False if eviction.verified else None
             moving.gone += [engine.name] if eviction.freed else []
+            moving.before = moving.before if eviction.before is None else eviction.before
             alone = alone and eviction.verified
             if eviction.note:
                 moving.notes.append(eviction.note)
         moving.moved = bool(moving.gone)
         if moving.moved and not (moving.to and moving.to.resident()):
             self._phase(moving, "vram")
-            warning = self._vram.wait_back(moving.before, alone)
+            warning = self._vram.wait_back(moving.before, alone, lambda: [engine.nudge() for engine in residents],
+                                           moving.cancelled.is_set)
             if warning:
                 moving.notes.append(warning)
-                log.warning("%s", warning)
+                if not moving.cancelled.is_set():
+                    log.warning("%s", warning)
+            else:
+                for engine in residents:
+                    engine.evicted()
         moving.after = self._vram.used()
 
     def _drain(self, moving, engine):
@@ -867,8 +937,7 @@ class Card:
         with self._lock:
             now = self._clock()
             moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
-            moving.phase, moving.phase_since = phase, now
-            moving.asked = None
+            moving.phase, moving.phase_since, moving.asked = phase, now, None
             if phase == "evict" and self._owner in moving.evict:
                 self._owner = None          # from here on it may be gone
             self._count_blocked()
@@ -883,9 +952,11 @@ class Card:
             self._handover = None
             if error is None:
                 self._owner = moving.to
+                if moving.to:
+                    self._residents[moving.to.name] = None      # it may load at any moment now
             if not self._holds and not self._waiters:
                 self._idle_since = now
-            if moving.moved or error or moving.to is not before:
+            if moving.moved or isinstance(error, Refused) or moving.to and moving.to is not before:
                 self._record(moving, error)
             if isinstance(error, Refused):
                 for waiter in [w for w in self._waiters if error.everyone or w.engine is moving.to]:
@@ -897,6 +968,20 @@ class Card:
             self._count_blocked()
             self._recount()
             self._advance()
+            if self.warm and not (self._waiters or self._holds or self._handover or self._closed):
+                self._warm_up(moving, error)
+
+    def _warm_up(self, moving, error):
+        """Rule 11: what an idle card is used for is a hold as well, of work that nobody waits for."""
+        engine, work = self.warm
+        if moving.own and error is None:
+            waiter = Waiter(self._lock, next(self._numbers), engine, moving.why, self._clock(), 0, False, 0.0)
+            hold = self._grant(waiter)
+            hold.unwanted = True
+            threading.Thread(target=work, args=(hold,), name="warm", daemon=True).start()
+        elif moving.to is None:
+            self._handover = Handover(engine, "warm", None, [], self._clock(), own=True)
+            self._work.notify()
 
     def _record(self, moving, error):
         text = "given up" if isinstance(error, GivenUp) else str(error) if error else None
@@ -932,10 +1017,10 @@ class Card:
                 "handovers": list(self._ledger),
             }
 
-    def holds(self, kind):
-        """The holds of a kind, oldest first."""
+    def holds(self):
+        """The holds, oldest first."""
         with self._lock:
-            return [hold for hold in self._holds.values() if hold.engine.kind == kind]
+            return list(self._holds.values())
 
 
 # ----- Child --------------------------------------------------------------------------------------------------
@@ -1151,6 +1236,7 @@ class Child:
 
     def stop(self, seconds=TERM_SECONDS, kill_seconds=KILL_SECONDS):
         """TERM, then KILL after these seconds. True when it is gone; False when even KILL does not end it."""
+        self.ready = False
         for sig, wait in ((signal.SIGTERM, seconds), (signal.SIGKILL, kill_seconds)):
             if self.gone.is_set():
                 return True
@@ -1241,17 +1327,22 @@ class Engine:
     """What the Card and the followers ask of an engine. A new engine is a new class and one line in the wiring."""
 
     name, kind, title = "", LLM, ""
-    idle_after = 0              # seconds until the card frees itself of it; 0 never
+    idle_after = None           # seconds without a hold until the card frees itself of it; None never
     busy_limit = 0              # seconds to wait for work that only the engine knows of; 0: the waiter's limit ends it
     fresh = False               # a new connection for each request
+    stoppable = False           # its work can be ended when nobody wants it any more
+    job_bound = 0               # seconds that one job may take; 0 none
+    greeting = ""               # what it is asked once at the start
+    hint = ""                   # what to say to those who wait for it
+    jobs = ()                   # paths whose work goes on after the answer, beside other such work
 
-    def __init__(self, endpoint):
-        self.endpoint, self.trouble = endpoint, ""
+    def __init__(self, endpoint, patience=CALL_SECONDS):
+        self.endpoint, self.trouble, self.patience = endpoint, "", min(patience or CALL_SECONDS, CALL_SECONDS)
 
     def ask(self, method, path, body=None, **bounds):
         """(status, parsed JSON) of one call, with what went wrong remembered for the status. Raises Trouble."""
         try:
-            status, content = call(self.endpoint, method, path, body, **bounds)
+            status, content = call(self.endpoint, method, path, body, **{"seconds": self.patience, **bounds})
         except Trouble as error:
             self.note(str(error))
             raise
@@ -1275,8 +1366,18 @@ class Engine:
         """Make it give the VRAM back; an Eviction. Raises Refused when nothing may be loaded beside it."""
         return Eviction(False, True)
 
+    def nudge(self):
+        """Said again while its VRAM has not come back."""
+
+    def evicted(self):
+        """Its VRAM was seen to have come back."""
+
     def ready(self, cancelled):
         """Make it usable; True if that started something. Raises Refused, or GivenUp once cancelled is set."""
+        return False
+
+    def spares(self, path, request, body):
+        """Whether this request, on a route that takes the card, plainly never uses the GPU."""
         return False
 
     def job_of(self, path, status, body):
@@ -1287,18 +1388,30 @@ class Engine:
         """How that job stands: ended, running, queued, or unknown when it can't be told now."""
         return "ended"
 
+    def finished(self, job):
+        """Called by its follower when it has ended, before the card is let go."""
+
+    def give_up(self, job):
+        """Called when the job has outlived its bound, or its hold was taken away by hand."""
+
+    def probe(self):
+        """Asked once at the start; a failure is only said."""
+        with contextlib.suppress(Trouble):
+            status, _ = self.ask("GET", self.greeting)
+            self.note("" if status == 200 else f"GET {self.greeting} gave {status}")
+
     def describe(self):
-        return {"url": f"http://{self.endpoint}", "kind": self.kind, "trouble": self.trouble or None}
+        return {"url": f"http://{self.endpoint}", "kind": self.kind, "error": self.trouble or None}
 
 
 class Router(Engine):
     """llama.cpp's router (llama-server without a model): many models, loaded on demand, unloaded by request."""
 
-    name, kind, title = "llama", LLM, "llama.cpp's router"
+    name, kind, title, greeting = "llama", LLM, "llama.cpp's router", "/models"
     HOLDING = ("loading", "loaded", "sleeping")         # a downloading model must never be unloaded: it would stop
 
     def __init__(self, endpoint, key, busy_wait, unload_wait):
-        super().__init__(endpoint)
+        super().__init__(endpoint, unload_wait)
         self.busy_limit, self._unload_wait = busy_wait, unload_wait
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -1324,6 +1437,9 @@ class Router(Engine):
             aliases = row.get("aliases") if isinstance(row.get("aliases"), list) else []
             found.update({str(name): row["status"].get("value") for name in (row.get("id"), *aliases) if name})
         return found
+
+    def probe(self):
+        self.resident()
 
     def _having(self, *statuses):
         return [name for name, status in self.models().items() if status in statuses]
@@ -1399,13 +1515,14 @@ class Sd(Engine):
     """stable-diffusion.cpp's sd-server, as stadi's child."""
 
     name, kind, title = "sd", IMAGE, "sd-server"
-    fresh = True                # it has eight threads, one per connection: none may be kept idle
-    JOBS = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen")
+    fresh = stoppable = True    # it has eight threads, one per connection: none may be kept idle
+    jobs = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen")
     ENDS = ("completed", "failed", "cancelled")
 
-    def __init__(self, endpoint, argv, folder, idle_after, load_wait):
+    def __init__(self, endpoint, argv, folder, idle_after, load_wait, render_wait):
         super().__init__(endpoint)
-        self.idle_after, self._argv, self._folder, self._load_wait = idle_after, argv, folder, load_wait
+        self.idle_after, self.job_bound, self._load_wait = idle_after or None, render_wait, load_wait
+        self._argv, self._folder = argv, folder
         self.child, self.results, self._closed = None, Results(), False
 
     @property
@@ -1414,7 +1531,8 @@ class Sd(Engine):
 
     @property
     def serving(self):
-        return self.up and self.child.ready
+        child = self.child
+        return child is not None and child.ready and child.alive and process_start(child.pid) is not None
 
     def resident(self):
         return self.up
@@ -1481,7 +1599,7 @@ class Sd(Engine):
             pause = min(0.1, pause * 1.2)
 
     def job_of(self, path, status, body):
-        answer = parsed(body) if status == 202 and path in self.JOBS else None
+        answer = parsed(body) if status == 202 and path in self.jobs else None
         job = answer.get("id") if isinstance(answer, dict) else None
         return job if isinstance(job, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", job) else None
 
@@ -1499,6 +1617,12 @@ class Sd(Engine):
             return "ended"
         return {"generating": "running", "queued": "queued"}.get(state, "unknown")
 
+    def give_up(self, job):
+        self.evict()
+
+    def probe(self):
+        """It is a child: nothing is there yet."""
+
     def describe(self):
         child = self.child if self.up else None
         return {**super().describe(), "pid": child and child.pid, "ready": self.serving,
@@ -1506,24 +1630,266 @@ class Sd(Engine):
                 "log_file": os.path.join(self._folder, "sd-server.log")}
 
 
-def follow(card, hold, bound):
-    """A follower's life: keep hold until its job has ended. bound: seconds for one render, 0 for none.
+class Ollama(Engine):
+    """Ollama: an unload is answered before it happens, and a model that is being loaded is not in /api/ps."""
 
-    The clock runs from the moment the job is seen to be generating; while it is queued behind others, theirs runs.
+    name, kind, title, greeting = "ollama", LLM, "Ollama", "/api/version"
+    NOW = ("0", "0s")                                   # keep_alive's zero as a string; as a number any zero
+    UNLOAD = {"/api/generate": ("prompt", ""), "/api/chat": ("messages", [])}
+
+    def __init__(self, endpoint, unload_timeout):
+        super().__init__(endpoint, unload_timeout)
+        self._unload_timeout = unload_timeout
+
+    def _loaded(self):
+        status, answer = self.ask("GET", "/api/ps")
+        models = answer.get("models") if status == 200 and isinstance(answer, dict) else None
+        if not isinstance(models, list):
+            self.note(f"GET /api/ps gave {status} and no list of models")
+            raise Trouble(self.trouble)
+        self.note("")
+        return [str(row.get("name")) for row in models if isinstance(row, dict) and row.get("name")]
+
+    def resident(self):
+        with contextlib.suppress(Trouble):
+            return bool(self._loaded())
+        return None
+
+    def evict(self):
+        asked, empty, end, pause = set(), 0, time.monotonic() + self._unload_timeout, 2 * POLL_FIRST
+        note = ""
+        while True:
+            try:
+                loaded = self._loaded()
+                empty = 0 if loaded else empty + 1      # a reload with other options is empty for a moment
+                if empty == (2 if asked else 1):
+                    return Eviction(bool(asked), True)
+                for name in loaded:
+                    if name not in asked:
+                        asked.add(name)
+                        self._unload(name)
+                note = f"{self.title} still has {', '.join(loaded)} after {self._unload_timeout:g}s (-unload-timeout)"
+            except Trouble as error:
+                note = f"{self.title} could not be unloaded: {error}"
+                if not asked:
+                    return Eviction(False, False, note + "; went on")
+            if time.monotonic() > end:
+                return Eviction(bool(asked), False, note + "; went on")
+            time.sleep(pause)
+            pause = min(POLL_LAST, pause * 1.5)
+
+    def _unload(self, name):
+        if not 200 <= self.ask("POST", "/api/generate", {"model": name, "keep_alive": 0})[0] < 300:
+            self.ask("POST", "/api/embed", {"model": name, "input": "x", "keep_alive": 0})  # old servers, embedding models
+
+    def spares(self, path, request, body):
+        """The unload form, and cloud models, if the body is small, plain and can be read in one way only (Go's reader
+        matches keys without regard to case, the last one wins, and stops after the first value)."""
+        if body is None or re.search(rb"(?im)^content-encoding:", request.fields) or not body.isascii():
+            return False
+        try:
+            value = json.loads(body, object_pairs_hook=_unambiguous)
+        except (ValueError, RecursionError):
+            return False
+        model = value.get("model") if isinstance(value, dict) else None
+        if not isinstance(model, str):
+            return False
+        tag = model.rpartition(":")[2] if ":" in model else ""
+        if tag == "cloud" or tag.endswith("-cloud") and "/" not in tag:
+            return True
+        key, nothing = self.UNLOAD.get(path, (None, None))
+        keep = value.get("keep_alive")
+        zero = keep in self.NOW if isinstance(keep, str) else type(keep) in (int, float) and keep == 0
+        return bool(key and zero and value.get(key, nothing) == nothing and
+                    set(value) <= {"model", "keep_alive", "stream", key})
+
+    def warm(self, card, hold, model):
+        """Load a model as work that nobody waits for: cut as soon as a request for another engine waits."""
+        connection = http.client.HTTPConnection(self.endpoint.host, self.endpoint.port, timeout=CALL_SECONDS)
+        hold.on_revoke = lambda: connection.sock and connection.sock.shutdown(socket.SHUT_RDWR)
+        try:
+            connection.connect()
+            connection.sock.settimeout(WARM_SECONDS)
+            if not hold.revoked:
+                connection.request("POST", "/api/generate", json.dumps({"model": model, "keep_alive": -1}))
+                answer = connection.getresponse()
+                answer.read()
+                if answer.status != 200:
+                    log.warning("%s could not warm %s: status %d", self.title, model, answer.status)
+        except (OSError, http.client.HTTPException) as error:
+            log.info("warming %s ended: %s", model, hold.revoked or error)
+        finally:
+            connection.close()
+            card.release(hold)
+
+
+WARM_SECONDS = 600.0
+
+
+def _unambiguous(pairs):
+    """An object whose keys are ASCII, lower case and not repeated; else ValueError."""
+    value = dict(pairs)
+    if len(value) != len(pairs) or any(not key.isascii() or key != key.lower() for key in value):
+        raise ValueError("this object can be read in two ways")
+    return value
+
+
+class Comfy(Engine):
+    """ComfyUI: jobs run after their answer, in its own queue; whether it has VRAM can't be asked, only remembered."""
+
+    name, kind, title, greeting = "comfy", IMAGE, "ComfyUI", "/system_stats"
+    FREE = {"unload_models": True, "free_memory": True}
+
+    def __init__(self, endpoint, keep, job_timeout, used):
+        super().__init__(endpoint)
+        self.idle_after, self.job_bound, self._used = keep, job_timeout, used
+        self.hint = ("; if a node of its workflow asked for this, it waits for itself: point the node, and OLLAMA_HOST of"
+                     " Ollama itself, at Ollama's own address instead of stadi's")
+        self._freed = self._was_freed = False           # a confirmed /free, and no job since
+        self._asked_free, self._before = False, None    # a /free since the last job; bytes used before it
+        self._stuck_since = None
+        self.given_up = []                              # ids of jobs that nobody follows any more
+
+    def reading(self):
+        """Its card's memory: a Reading. What others can have is vram_free - torch_vram_free, device-wide."""
+        try:
+            device = self.ask("GET", "/system_stats")[1]["devices"][0]
+            total = int(device["vram_total"])
+            return Reading(total - (int(device["vram_free"]) - int(device["torch_vram_free"])), total)
+        except (Trouble, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"/system_stats can't be read: {error}") from None
+
+    def _queue(self):
+        """(ids running, ids waiting). Raises Trouble."""
+        answer = self.ask("GET", "/queue", seconds=30, most=4 * CALL_BYTES)[1]
+        try:
+            return tuple([str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending"))
+        except (KeyError, IndexError, TypeError):
+            raise Trouble("GET /queue gave no queue") from None
+
+    def _busy(self):
+        """Whether its queue has work, apart from what was given up. Raises Trouble."""
+        if self.given_up:
+            ids = sum(self._queue(), [])
+            self.given_up = [job for job in self.given_up if job in ids]
+            return any(job not in self.given_up for job in ids)
+        status, answer = self.ask("GET", "/prompt")
+        try:
+            return answer["exec_info"]["queue_remaining"] > 0
+        except (KeyError, TypeError):
+            raise Trouble(f"GET /prompt gave {status} and no queue_remaining") from None
+
+    def busy(self):
+        with contextlib.suppress(Trouble):
+            return self._busy()
+        return False
+
+    def resident(self):
+        """Work that reached it past stadi fills the card as well."""
+        try:
+            if self._busy():
+                self._freed = self._asked_free = False
+            self.note("")
+        except Trouble:
+            return False if self._freed else None
+        return not self._freed
+
+    def evict(self):
+        if self._asked_free:
+            return Eviction(True, True, before=self._before)
+        try:
+            self._free()
+            return Eviction(True, True)
+        except Trouble as error:
+            return Eviction(False, False, f"{self.title} could not be freed: {error}; went on")
+
+    def _free(self):
+        status, _ = self.ask("POST", "/free", self.FREE)
+        if status != 200:
+            raise Trouble(f"POST /free gave {status}")
+        self._asked_free = True
+
+    def nudge(self):
+        """A /free that comes just after a job's end can sleep through its wake-up: said again, it is heard."""
+        with contextlib.suppress(Trouble):
+            self._free()
+
+    def evicted(self):
+        self._freed = True
+
+    def ready(self, cancelled):
+        self._was_freed, self._freed, self._asked_free = self._freed, False, False
+        return False
+
+    def job_of(self, path, status, body):
+        if 400 <= status < 500:                         # nothing was queued
+            self._freed = self._was_freed
+        answer = parsed(body) if status == 200 else None
+        job = answer.get("prompt_id") if isinstance(answer, dict) else None
+        return str(job) if job and re.fullmatch(r"[\w.:-]{1,200}", str(job)) else None
+
+    def ended(self, job):
+        """Once accepted, a job is in the queue or in the history, unless it was deleted or the process died."""
+        name = urllib.parse.quote(job, safe="")
+        try:
+            for last in (False, True):
+                status, history = self.ask("GET", f"/history/{name}", seconds=30, most=4 * CALL_BYTES)
+                if status != 200 or not isinstance(history, dict):
+                    return "unknown"
+                if job in history:
+                    return "ended"
+                if not last:
+                    running, pending = self._queue()
+                    if job in running + pending:
+                        self._stuck_since = None if running else self._stuck_since or time.monotonic()
+                        stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
+                        self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
+                        return "unknown"                # its clock runs from the acceptance
+        except Trouble:
+            return "unknown"
+        return "ended"
+
+    def finished(self, job):
+        if self.idle_after == 0:
+            self._before = self._used()
+            with contextlib.suppress(Trouble):
+                self._free()
+                say_job("/free sent", self, job)
+
+    def give_up(self, job):
+        self.given_up = [*self.given_up[-99:], job]
+        self.finished(job)
+
+    def describe(self):
+        return {**super().describe(), "given_up": self.given_up}
+
+
+def follow(card, hold):
+    """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound.
+
+    The clock runs from the moment the job is seen to be running; while it is queued behind others, theirs runs.
     """
-    engine, start, running, pause = hold.engine, time.monotonic(), False, 0.1
+    engine, job, start, running, pause = hold.engine, hold.job, time.monotonic(), False, 0.1
+    say_job("accepted", engine, job)
     while not hold.over.wait(pause):
-        state, now = engine.ended(hold.job), time.monotonic()
+        state, now = engine.ended(job), time.monotonic()
         if state == "ended":
+            say_job("ended", engine, job)
+            engine.finished(job)
             break
         if state == "queued" or state == "running" and not running:
             start, running = now, state == "running"
-        if bound and now - start > bound:
-            log.warning("job %s has run for %gs (-render-wait): stopping %s", hold.job, bound, engine.title)
-            engine.evict()
+        if engine.job_bound and now - start > engine.job_bound:
+            log.warning("%s: job %s has not ended within %gs; the card is let go", engine.title, job, engine.job_bound)
+            engine.give_up(job)
             break
         pause = min(POLL_LAST, pause * 1.5)
     card.release(hold)
+    say_job("card let go", engine, job)
+
+
+def say_job(what, engine, job):
+    log.info("image job: %s", what, extra={"fields": {"engine": engine.name, "prompt_id": job}})
 
 
 # ----- Routes -------------------------------------------------------------------------------------------------
@@ -1532,7 +1898,7 @@ def follow(card, hold, bound):
 # as it came and on the decoded, cleaned one; where the two differ the request is refused, so that nobody can write a
 # GPU route in a way that stadi does not see.
 
-TAKE, PASS, WATCH, OWN, STEER, LOOK = "take", "pass", "watch", "own", "steer", "look"
+TAKE, PASS, WATCH, OWN, STEER = "take", "pass", "watch", "own", "steer"
 
 
 class BadMessage(Exception):
@@ -1552,21 +1918,41 @@ class Route(NamedTuple):
 READS = ("GET", "HEAD")
 PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
 ANY = r".*"
+RELEASES = r"/(?:gpu-turnstile|stadi)/release"
 
 LLAMA_SD = (                                                    # methods (None: all), path, class, engine
     (("OPTIONS",), ANY, PASS, "llama"),
+    (("POST",), RELEASES, OWN, ""),
     (None, r"/status|/healthz", OWN, ""),
+    (READS, r"/metrics", (OWN, WATCH), "llama"),
     (("POST",), r"/v1/images/.+", TAKE, "sd"),
     (("POST",), r"/sdapi/v1/(?:txt2img|img2img)", TAKE, "sd"),
     (("POST",), r"/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
     (None, r"/v1/images/.+|/sdapi(?:/.*)?|/sdcpp(?:/.*)?", WATCH, "sd"),
     (None, r"/cors-proxy/?", TAKE, "llama"),                    # it can fetch the router's own URLs
-    (READS, PLAIN, LOOK, "llama"),                              # pass, but with a model in the query it loads that: watch
+    (READS, PLAIN, (PASS, WATCH), "llama"),                     # with a model in the query it loads that one: watch
     (("POST",), r"/models|/models/unload|/v1/streams/lookup", PASS, "llama"),
     (("DELETE",), r"/models|/v1/stream", PASS, "llama"),
     (("POST",), r"/v1/chat/completions/control", STEER, "llama"),
     (None, ANY, TAKE, "llama"),
 )
+OWN_ROWS = ((("OPTIONS",), ANY, PASS, None), (("POST",), RELEASES, OWN, ""), (None, r"/status|/healthz", OWN, ""))
+
+
+def passing_table(engine, gated, own=()):
+    """The table of a front that passes everything but its own rows and the gated POSTs."""
+    rows = [(methods, pattern, kind, engine if name is None else name) for methods, pattern, kind, name in OWN_ROWS]
+    return (*rows, *own, (("POST",), gated, TAKE, engine), (None, ANY, PASS, engine))
+
+
+OLLAMA_TABLE = passing_table(
+    "ollama", r"/api/(?:generate|chat|embed|embeddings)|/v1/(?:chat/completions|completions|embeddings|responses"
+    r"|messages|audio/transcriptions|images/generations|images/edits)", (((*READS,), r"/metrics", OWN, ""),))
+
+
+def comfy_table(gates):
+    """Every route of ComfyUI exists twice, the second time under /api."""
+    return passing_table("comfy", "(?:/api)?(?:" + "|".join(re.escape(path) for path in ("/prompt", *gates)) + ")")
 
 
 def decoded(text):
@@ -1604,7 +1990,8 @@ def _row(table, method, path):
 def _path_route(table, method, path):
     clean = cleaned(decoded(path))
     row = _row(table, method, path)
-    if row != _row(table, method, clean):
+    odd = table is LLAMA_SD and row[0] in (PASS, WATCH) and method != "OPTIONS" and not re.fullmatch(PLAIN, path)
+    if odd or row != _row(table, method, clean):
         raise BadMessage("this path can be read in two ways; write it plainly")
     return Route(*row, clean)
 
@@ -1613,8 +2000,8 @@ def classify(table, method, target):
     """The Route of a request by its method and its target as it came. Raises BadMessage."""
     path, _, query = target.partition("?")
     route = _path_route(table, method, path)
-    if route.kind == LOOK:
-        return route._replace(kind=WATCH if query and query_values(query, "model") else PASS)
+    if isinstance(route.kind, tuple):
+        return route._replace(kind=route.kind[bool(query and query_values(query, "model"))])
     return route
 
 
@@ -1637,7 +2024,7 @@ ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d(?: [\t\x20-\x7e\x80-\xff]*+)?+)
 FIELDS = re.compile(rb"(?:" + _FIELD + rb")*+")
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+\r\n" % CHUNK_LINE)
 NOT_TEXT = re.compile(rb"[^\t\r\n\x20-\x7e\x80-\xff]|(?<!\r)\n|\r[^\n]|^\r|^[\x80-\xff]")
-HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?", re.ASCII)
+HOST = re.compile(r"(?:[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\])(?::\d{1,5})?", re.ASCII)
 
 # Hop-by-hop (RFC 9110, 7.6.1), Expect (answered here), and what stadi sets itself.
 _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer"
@@ -1948,6 +2335,7 @@ class Client:
         data, started = self.buf, 0.0
         while (end := data.find(b"\r\n\r\n")) < 0:
             if data:
+                self.unread = True
                 _still_a_head(data)
                 started = started or time.monotonic()
                 if not readable(self.sock, started + HEAD_SECONDS - time.monotonic()):
@@ -2121,7 +2509,9 @@ class Exchange:
         self.sent = False                   # the answer's head is on its way to the client
         self.keep = request.keep            # the client's connection may go on
         self.expired = False                # -render-wait is over
-        self._seen, self._slow_since, self._slow_bytes = None, 0.0, 0
+        self._clients_fault = False         # what was wrong came from the client
+        self._ends_bare = False             # the client takes the connection's end for the answer's
+        self._slow_since, self._slow_bytes = 0.0, 0
 
     def run(self, upstream, spool):
         """Carry it out; True if upstream may be used again. Raises Gone, Refused, BadMessage; Cut when the answer,
@@ -2153,7 +2543,7 @@ class Exchange:
 
     def _failure(self, error):
         """What an exchange that broke raises, from what is known of why."""
-        if isinstance(error, BadMessage) and error.status != 502:
+        if self._clients_fault:
             return error
         if self.expired:
             failure = Refused(504, "the render took longer than -render-wait; it was stopped", "timeout")
@@ -2166,6 +2556,8 @@ class Exchange:
             failure = Refused(502, f"{title}: {error if str(error) else type(error).__name__}", "engine_error")
         if self.sent:
             log.warning("an answer of %s to %s broke off: %s", self.upstream.engine.title, self.request.method, failure)
+            if self._ends_bare:
+                self.client.reset()
             return Cut()
         return failure
 
@@ -2212,7 +2604,7 @@ class Exchange:
                     if not self._push(block):
                         break
             except (Gone, BadMessage):
-                self.keeps = False          # no whole request reached the engine
+                self._clients_fault, self.keeps = True, False       # no whole request reached the engine
                 raise
             if not self.request.body.done:
                 return self._early()
@@ -2284,6 +2676,7 @@ class Exchange:
         self.status, body, data = answer.status, answer.body, answer.rest
         pending = self._head(answer)                # the head goes with the first bytes of the body, or before a wait
         bare = isinstance(body, Chunked) and not self.request.minor     # HTTP/1.0 knows no chunks
+        self._ends_bare = bare or isinstance(body, UntilEnd)
         looks = self.keeps and self.status in (200, 202)
         copied = 0
         while True:
@@ -2405,15 +2798,32 @@ class Eyes:
         self.settings, self.started = settings, time.monotonic()
         self.card = self.vram = None            # set by main: the card tells the eyes, and the eyes ask the card
         self.engines = {}
+        self._lock, self._requests, self._moves = threading.Lock(), collections.Counter(), collections.Counter()
+        self._jobs, self._spans = 0, {}         # image holds; histogram name -> its Histogram
+
+    def _observe(self, name, seconds):
+        self._spans.setdefault(name, Histogram()).add(seconds)
 
     def tell(self, event, **fields):
         """Told by the card, under its lock, at every transition."""
+        if event == "grant":
+            self._jobs += fields["kind"] == IMAGE
+            self._observe(f'gpu_turnstile_lock_wait_seconds{{kind="{fields["kind"]}"}}', fields["waited"])
         if event == "handover":
+            for phase in ("drain", "evict", "vram", "start"):
+                self._observe(f'stadi_handover_seconds{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
+            if fields["from"]:
+                self._observe("gpu_turnstile_unload_seconds", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
+            self._moves[fields["from"] or "none", fields["to"] or "none"] += 1
             shown = {key: value for key, value in fields.items() if value not in (None, [], "") and key != "at"}
             log.info("hand-over", extra={"fields": shown})
         elif log.isEnabledFor(logging.DEBUG):
             log.debug(event, extra={"fields": {key: round(value, 3) if isinstance(value, float) else value
                                                for key, value in fields.items()}})
+
+    def count(self, front, kind, status):
+        with self._lock:
+            self._requests[front, kind, status] += 1
 
     def status(self):
         """The whole state as a dict for JSON; never waits for an engine, and for the card's meter a moment at most."""
@@ -2428,12 +2838,71 @@ class Eyes:
                      "source": self.vram.meter.source, "error": self.vram.meter.error or None},
             "sd_child_up": bool(sd and sd.up), "sd": sd and sd.describe(),
             "engines": {name: engine.describe() for name, engine in self.engines.items()},
+            "given_up": list(getattr(self.engines.get("comfy"), "given_up", ())),
         }
 
     def health(self):
         card = self.card.snapshot()
         pending = bool(card["in_flight"][IMAGE] or any(row["kind"] == IMAGE for row in card["waiting"]))
         return {"state": card["state"], "llm_inflight": card["in_flight"][LLM], "image_pending": pending}
+
+    def metrics(self):
+        """Prometheus' text format 0.0.4."""
+        status = self.status()
+        waiting = collections.Counter(row["kind"] for row in status["waiting"])
+        holder = (status["holder"] or {}).get("engine")
+        with self._lock:
+            requests = [((front, kind, code), count) for (front, kind, code), count in self._requests.items()]
+        families = (
+            ("gpu_turnstile_state", "gauge", "1 for the state that the card is in",
+             [(f'{{state="{state}"}}', int(status["state"] == state)) for state in ("idle", LLM, IMAGE)]),
+            ("gpu_turnstile_llm_inflight", "gauge", "LLM requests that hold the card", [("", status["in_flight"][LLM])]),
+            ("gpu_turnstile_image_jobs_total", "counter", "image jobs that were given the card", [("", self._jobs)]),
+            ("gpu_turnstile_lock_wait_seconds", "histogram", "from a request's arrival to its hold", None),
+            ("gpu_turnstile_unload_seconds", "histogram", "from an eviction's start to the VRAM's return", None),
+            ("stadi_build_info", "gauge", "the version that runs", [(f'{{version="{VERSION}"}}', 1)]),
+            ("stadi_holder", "gauge", "1 for the engine that holds the card",
+             [(f'{{engine="{name}"}}', int(name == holder)) for name in self.engines]),
+            ("stadi_waiting", "gauge", "requests that wait for the card",
+             [(f'{{kind="{kind}"}}', waiting[kind]) for kind in (LLM, IMAGE)]),
+            ("stadi_handovers_total", "counter", "hand-overs of the card",
+             [(f'{{from="{gone}",to="{to}"}}', count) for (gone, to), count in list(self._moves.items())]),
+            ("stadi_handover_seconds", "histogram", "one phase of a hand-over", None),
+            ("stadi_vram_used_bytes", "gauge", "VRAM in use", [("", status["vram"]["used"])]),
+            ("stadi_vram_total_bytes", "gauge", "the card's VRAM", [("", status["vram"]["total"])]),
+            ("stadi_sd_child_up", "gauge", "whether sd-server is alive", [("", int(status["sd_child_up"]))]),
+            ("stadi_requests_total", "counter", "requests answered, by front, class and status",
+             [(f'{{front="{front}",class="{kind}",code="{code}"}}', count) for (front, kind, code), count in requests]))
+        lines = []
+        for name, kind, text, samples in families:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+            if samples is None:
+                for key, span in list(self._spans.items()):
+                    lines += span.lines(key) if key.partition("{")[0] == name else ()
+            else:
+                lines += [f"{name}{labels} {value}" for labels, value in samples if value is not None]
+        return "\n".join(lines) + "\n"
+
+
+class Histogram:
+    """Counts by upper bound in seconds, as Prometheus wants them: cumulative when shown."""
+
+    BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+    def __init__(self):
+        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
+
+    def add(self, seconds):
+        self.counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+    def lines(self, key):
+        name, _, labels = key.partition("{")
+        labels, counts = labels.rstrip("}"), list(itertools.accumulate(self.counts))
+        more = f"{{{labels}}}" if labels else ""
+        return [f'{name}_bucket{{{labels + "," if labels else ""}le="{bound}"}} {count}'
+                for bound, count in zip((*self.BOUNDS, "+Inf"), counts)] + [
+                    f"{name}_sum{more} {self.sum:.6f}", f"{name}_count{more} {counts[-1]}"]
 
 
 # ----- Front --------------------------------------------------------------------------------------------------
@@ -2470,6 +2939,7 @@ class Front(NamedTuple):
     table: tuple
     strict: bool                # stadi is the only guard of these engines: Host, Origin, no body on a GET
     limits: dict                # kind -> seconds that a request waits for the card
+    gates: tuple = ()           # paths whose errors are read as ComfyUI's
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -2551,7 +3021,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     pass
 
     def handle_one_request(self):
-        self.close_connection, self.front_kind = True, "none"
+        self.close_connection, self.route_kind = True, "none"
         request = None
         try:
             head = self.client.read_head()
@@ -2561,11 +3031,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             request = Request(head)
             self.client.unread = not request.body.done
             self.close_connection = not self._serve(request)
-        except Gone:
+        except (Gone, Cut):
             pass
-        except Cut:
-            if request.minor == 0 or self.client.unread is None:
-                self.client.reset()
         except BadMessage as error:
             self._refuse(request, Refused(error.status, str(error), "invalid_request_error"))
         except Refused as error:
@@ -2578,18 +3045,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _refuse(self, request, error):
         """Write an error in the shape that clients of this front read. True if the connection may go on."""
-        body = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
+        text, path = str(error), request.target.partition("?")[0] if request else ""
+        if self.server.front.name == "comfy" and cleaned(decoded(path)) in self.server.front.gates:
+            body = {"error": {"type": error.kind, "message": text, "details": "", "extra_info": {}}, "node_errors": {}}
+        elif self.server.front.name == "ollama" and path.startswith("/api/"):
+            body = {"error": text}
+        else:
+            body = {"error": {"message": text, "type": error.kind, "code": error.status}}
         more = f"Retry-After: {error.retry_after or 5}\r\n" if error.status == 503 else ""
         return self._answer(request, error.status, body, more)
 
-    def _answer(self, request, status, body, more=""):
-        content = json.dumps(body).encode()
+    def _answer(self, request, status, body, more="", kind="application/json"):
+        content = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.server.world.eyes.count(self.server.front.name, self.route_kind, status)
         keep = request is not None and request.keep and request.body.done and status not in (400, 408)
         try:
             phrase = http.HTTPStatus(status).phrase
         except ValueError:
             phrase = "Error"
-        head = (f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+        head = (f"HTTP/1.1 {status} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
                 f"{more}{'' if keep else 'Connection: close' + chr(13) + chr(10)}\r\n").encode()
         if request is not None:
             self.client.unread = not request.body.done
@@ -2605,23 +3079,29 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Answer one request; True if the connection may go on."""
         front, path = self.server.front, request.target.partition("?")[0]
         route = classify(front.table, request.method, request.target)
+        self.route_kind = route.kind
         if front.strict:
             self._guard(request, route)
-        elif route.kind == OWN and path != "/healthz":
-            self._guard_host(request)
+        elif route.kind == OWN:
+            if path not in ("/healthz", "/metrics"):
+                self._guard_host(request)
+            if request.method not in READS:
+                self._guard_origin(request)
         if route.kind == OWN:
             return self._own(request, route)
         engine = self.server.world.engines.get(route.engine)
+        if engine is None and request.method == "OPTIONS":
+            return self._preflight(request)
         if engine is None:
-            raise Refused(404, f"there is no {'sd-server' if route.engine == 'sd' else 'router'} behind this stadi"
-                               f" (-{'sd' if route.engine == 'sd' else 'llm'} off)", "not_found_error")
+            what, flag = ("sd-server", "sd") if route.engine == "sd" else ("router", "llm")
+            raise Refused(404, f"there is no {what} behind this stadi (-{flag} off)", "not_found_error")
         return getattr(self, f"_{route.kind}")(request, route, engine)
 
     def _guard(self, request, route):
         """The router and sd-server have no defence of their own, and reflect any Origin."""
         if request.method in READS and not request.body.done:
             raise BadMessage(f"a {request.method} with a body: a form in it could name a model")
-        if route.path != "/healthz":
+        if route.path not in ("/healthz", "/metrics") or route.kind != OWN:
             self._guard_host(request)
         if request.upgrade or route.kind in (TAKE, STEER) or request.method not in ("GET", "HEAD", "OPTIONS"):
             self._guard_origin(request)
@@ -2641,11 +3121,38 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(403, "a page of another site may not use this stadi; if it may, set -allow-origin"
                                " (STADI_ALLOW_ORIGIN) to its origin", "forbidden")
 
+    def _preflight(self, request):
+        """Without a router to ask: a browser's question before a request, answered for the origins that may."""
+        origin = request.text(b"origin") or ""
+        allowed = own_origin(origin, request.host, self.server.world.settings.allow_origin)
+        return self._answer(request, 200, {}, f"Access-Control-Allow-Origin: {origin}\r\nVary: Origin\r\n"
+                            "Access-Control-Allow-Methods: GET, POST\r\nAccess-Control-Allow-Headers: Content-Type,"
+                            " Authorization\r\n" if allowed else "")
+
     def _own(self, request, route):
+        eyes = self.server.world.eyes
+        if request.method == "POST" and route.path.endswith("/release"):
+            for _ in body_blocks(self.client, request.body):
+                pass
+            return self._release(request)
         if request.method not in READS:
             raise Refused(405, f"{route.path} is read with GET", "invalid_request_error")
-        eyes = self.server.world.eyes
+        if route.path == "/metrics":
+            return self._answer(request, 200, eyes.metrics(), kind="text/plain; version=0.0.4; charset=utf-8")
         return self._answer(request, 200, eyes.health() if route.path == "/healthz" else eyes.status())
+
+    def _release(self, request):
+        """Let go of a hold that is stuck: the one that id names (its number, or its job), else the oldest image hold."""
+        card, wanted = self.server.world.card, query_values(request.target.partition("?")[2], "id")
+        held = card.holds() if wanted else [hold for hold in card.holds() if hold.engine.kind == IMAGE][:1]
+        released = []
+        for hold in held:
+            if (not wanted or wanted[0] in (str(hold.id), hold.job)) and card.revoke(hold, "released by hand"):
+                log.warning("released by hand: %s (%s)", hold.what, hold.job or "no job")
+                if hold.job:
+                    hold.engine.give_up(hold.job)
+                released.append({"id": hold.id, "engine": hold.engine.name, "what": hold.what, "job": hold.job})
+        return self._answer(request, 200, {"released": released})
 
     def _continue(self, request):
         """Nothing can refuse the body any more: let it come."""
@@ -2668,16 +3175,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
         kept = job and request.method in READS and engine.results.get(job[1])
         if kept:
             return self._answer(request, 200, json.loads(kept))
-        if not engine.serving:
-            raise Refused(503, "sd is not loaded", "unavailable_error")
-        return self._pass(request, route, engine)
+        try:
+            if engine.serving:
+                return self._pass(request, route, engine)
+        except Refused:
+            if engine.serving:
+                raise
+        raise Refused(503, "sd is not loaded")
 
     def _look(self, request, route, engine):
         card = self.server.world.card
         hold = card.watch(engine, f"{request.method} {route.path}")
         try:
             if not hold or not engine.loaded(query_values(request.target.partition("?")[2], "model")):
-                raise Refused(503, "llm is not loaded", "unavailable_error")
+                raise Refused(503, "llm is not loaded")
             return self._exchange(request, engine, Spool(), hold)
         finally:
             if hold:
@@ -2693,8 +3204,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 spool.add(block)
                 if spool.size >= SPOOL_BYTES and world.card.free_for(engine):
                     break
+            if request.body.done and engine.spares(route.path, request, spool.whole()):
+                return self._exchange(request, engine, spool)
             hold = world.card.acquire(engine, f"{request.method} {route.path}", self.server.front.limits[engine.kind],
-                                      route.path in getattr(engine, "JOBS", ()), self.client.on_leave)
+                                      route.path in engine.jobs, self.client.on_leave)
             return self._held(request, route, hold, spool)
         finally:
             spool.close()
@@ -2702,27 +3215,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _held(self, request, route, hold, spool):
         """Relay under a hold, which ends with the answer, or with the job that the answer names."""
         world, engine = self.server.world, hold.engine
-        bound = world.settings.render_wait if engine.kind == IMAGE else 0
         exchange = Exchange(self.client, request, self.forwarded, hold, world.card)
-        timer = threading.Timer(bound, exchange.expire) if bound and engine.name == "sd" else None
+        timer = threading.Timer(engine.job_bound, exchange.expire) if engine.job_bound else None
         try:
             if timer:
                 timer.daemon = True
                 timer.start()
             keep = self._run(exchange, engine, spool)
-            hold.job = exchange.keeps and engine.job_of(route.path, exchange.status, b"".join(exchange.copied)) or None
             return keep
         finally:
             if timer:
                 timer.cancel()
             if exchange.expired:
                 engine.evict()
-            if hold.job:
-                follower = threading.Thread(target=follow, args=(world.card, hold, bound), name="follower", daemon=True)
+            hold.job = exchange.status and engine.job_of(route.path, exchange.status, b"".join(exchange.copied)) or None
+            if hold.job and not exchange.expired and not hold.revoked:
+                follower = threading.Thread(target=follow, args=(world.card, hold), name="follower", daemon=True)
                 try:
                     follower.start()
                 except RuntimeError:                    # no threads left: this one will do
-                    follow(world.card, hold, bound)
+                    follow(world.card, hold)
             else:
                 world.card.release(hold)
 
@@ -2740,6 +3252,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if exchange.run(upstream, spool) and not engine.fresh and exchange.keep:
                 upstream.idle_since, self.upstream = time.monotonic(), upstream
         finally:
+            if exchange.status:
+                self.server.world.eyes.count(self.server.front.name, self.route_kind, exchange.status)
             if self.upstream is not upstream:
                 upstream.close()
         return exchange.keep
@@ -2762,6 +3276,11 @@ def findings(settings, environ):
         yield from sd_findings(settings)
     if settings.llm:
         yield from router_findings(settings)
+    for engine in (settings.ollama and Ollama(settings.ollama, 0), settings.comfy and Comfy(settings.comfy, 0, 0, None)):
+        if engine:
+            engine.probe()
+            yield ("warning", f"{engine.title} (-{engine.name}): {engine.trouble}") if engine.trouble else (
+                "ok", f"{engine.title} answers at http://{engine.endpoint}")
     try:
         meter = find_meter(settings, environ)
         reading = meter.read()
@@ -2774,9 +3293,12 @@ def findings(settings, environ):
             yield "warning", f"VRAM cannot be read: {meter.error}"
     except Usage as error:
         yield "error", str(error)
-    for flag, endpoint in (("listen", settings.listen), ("sd", settings.sd)):
+    for flag, endpoint in (("listen", settings.listen), ("sd", settings.sd), ("listen-ollama", settings.listen_ollama),
+                           ("listen-comfy", settings.listen_comfy)):
         if endpoint and (inodes := listeners(endpoint.port)):
-            yield "warning", f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}"
+            own = flag == "sd" and os.path.exists(record_file(settings.sd_log_dir, endpoint.port))
+            yield ("warning" if own else "error"), f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}" + (
+                ", left behind by stadi: the next start ends it" if own else "; end it, or choose another port")
         elif endpoint:
             yield "ok", f"port {endpoint.port} (-{flag}) is free"
 
@@ -2821,7 +3343,7 @@ def router_findings(settings):
     log.disabled = True
     try:
         models = router.models()
-        yield "ok", f"router at {settings.llm}: {len(models)} models"
+        yield "ok", f"router at http://{settings.llm}: {len(models)} models"
         loaded = next((name for name, status in models.items() if status == "loaded"), None)
         if loaded:
             status, _ = router.ask("GET", "/slots?" + urllib.parse.urlencode({"model": loaded, "autoload": "false"}))
@@ -2831,7 +3353,7 @@ def router_findings(settings):
             yield "ok", "whether the router has /slots shows only while a model is loaded"
     except Trouble as error:
         refused = "nothing listens" in str(error) or "no answer" in str(error)
-        yield ("warning" if refused else "error"), f"router at {settings.llm} (-llm): {error}"
+        yield ("warning" if refused else "error"), f"router at http://{settings.llm} (-llm): {error}"
     finally:
         log.disabled = False
 
@@ -2847,10 +3369,18 @@ def build(settings, environ):
             raise Usage(f"-sd-bin (STADI_SD_BIN): {settings.sd_bin!r} is not there, or cannot be executed; name the path"
                         " of sd-server, or -sd off")
         engines["sd"] = Sd(settings.sd, [program, *settings.sd_args], settings.sd_log_dir, settings.idle,
-                           settings.load_wait)
+                           settings.load_wait, settings.render_wait)
+    if settings.ollama:
+        engines["ollama"] = Ollama(settings.ollama, settings.unload_timeout)
+    if settings.comfy:
+        engines["comfy"] = Comfy(settings.comfy, settings.comfy_keep, settings.job_timeout, lambda: vram.used())
     eyes = Eyes(settings)
-    vram = Vram(find_meter(settings, environ), settings.free_gib, settings.vram_wait)
+    comfy = engines.get("comfy")
+    vram = Vram(find_meter(settings, environ, comfy and comfy.reading), settings.free_gib, settings.vram_wait)
     card = Card(engines.values(), vram, tell=eyes.tell)
+    if settings.warm_model and settings.ollama:
+        ollama = engines["ollama"]
+        card.warm = ollama, lambda hold: ollama.warm(card, hold, settings.warm_model)
     eyes.card, eyes.vram, eyes.engines = card, vram, engines
     return types.SimpleNamespace(settings=settings, engines=engines, card=card, eyes=eyes, watcher=Watcher())
 
@@ -2859,7 +3389,12 @@ def listen(world):
     """The servers of all fronts that are on. Raises Usage where a port is taken."""
     settings = world.settings
     limits = {LLM: settings.busy_wait, IMAGE: settings.image_wait}
-    fronts = [("listen", settings.listen, Front("llama/sd", LLAMA_SD, True, limits))]
+    gates = tuple(f"{prefix}{path}" for prefix in ("", "/api") for path in ("/prompt", *settings.comfy_gate))
+    fronts = [("listen", settings.listen, Front("llama/sd", LLAMA_SD, True, limits)),
+              ("listen-ollama", settings.ollama and settings.listen_ollama,
+               Front("ollama", OLLAMA_TABLE, False, {LLM: settings.llm_wait_timeout})),
+              ("listen-comfy", settings.comfy and settings.listen_comfy,
+               Front("comfy", comfy_table(settings.comfy_gate), False, limits, gates))]
     servers = []
     for flag, endpoint, front in fronts:
         if endpoint:
@@ -2885,6 +3420,8 @@ def serve(settings, environ):
     sd = world.engines.get("sd")
     if sd:
         end_orphan(settings.sd_log_dir, settings.sd.port)
+        for text in sd_warnings(settings):
+            log.warning("%s", text)
     servers = listen(world)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
@@ -2895,8 +3432,6 @@ def serve(settings, environ):
     for server in servers:
         log.info("stadi %s answers on http://%s for %s; VRAM by %s", VERSION, Endpoint(*server.server_address[:2]),
                  server.front.name, world.eyes.vram.meter.source)
-    for text in sd_warnings(settings) if sd else ():
-        log.warning("%s", text)
     threading.Thread(target=probe, args=(world,), name="probe", daemon=True).start()
     stop.wait()
     log.info("ending: %s", signal.Signals(signals[0]).name)
@@ -2910,7 +3445,7 @@ def serve(settings, environ):
 def probe(world):
     """Ask once which engines are there: engines may come up later, so it is only said."""
     for engine in world.engines.values():
-        engine.resident()
+        engine.probe()
 
 
 def main(argv, environ):
