@@ -207,6 +207,7 @@ SETTINGS = tuple(Setting(*row) for row in (
     ("allow-host", "STADI_ALLOW_HOST", "", names, "more names that clients may call stadi by, comma-separated"),
     ("allow-origin", "STADI_ALLOW_ORIGIN", "", names, "web origins whose pages may use stadi, comma-separated"),
     ("stall", "STADI_STALL", "30s", duration, "a client that neither sends nor takes a byte for this long is cut off"),
+    ("grace", "STADI_GRACE", "0", duration, "at the end, how long answers in flight may go on; new requests get 503"),
     ("keepalive", "STADI_KEEPALIVE", "75s", duration, "how long an idle client connection stays open"),
     ("listen-ollama", "LISTEN_OLLAMA", "off", listen_address,
      "where stadi answers in Ollama's place; :11434 with the word turnstile"),
@@ -670,12 +671,14 @@ class Card:
             hold.unwanted = hold.engine.stoppable
             self._advance()
 
-    def close(self, error):
-        """Refuse everyone from now on, those who wait included."""
+    def close(self, error, grace=0):
+        """Refuse everyone from now on, those who wait included; return when no hold is left, or after grace seconds."""
         with self._lock:
-            self._closed = error
+            self._closed, until = error, self._clock() + grace
             while self._waiters:
                 self._drop(self._waiters[0], error)
+            while self._holds and (left := until - self._clock()) > 0:
+                self._work.wait(left)
 
     def _leave(self, waiter):
         with self._lock:
@@ -791,7 +794,7 @@ class Card:
     def _advance(self):
         """Grant whatever can be granted now; settle what the mover has to do. Called after every change."""
         if self._closed:
-            return None
+            return self._work.notify_all()
         if self._handover and self._handover.running:
             return self._still_wanted()
         while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
@@ -1392,7 +1395,7 @@ class Engine:
         """Called by its follower when it has ended, before the card is let go."""
 
     def give_up(self, job):
-        """Called when the job has outlived its bound, or its hold was taken away by hand."""
+        """Called when the job (None: one of unknown id) has outlived its bound, or its hold was taken away by hand."""
 
     def probe(self):
         """Asked once at the start; a failure is only said."""
@@ -1857,7 +1860,10 @@ class Comfy(Engine):
                 say_job("/free sent", self, job)
 
     def give_up(self, job):
-        self.given_up = [*self.given_up[-99:], job]
+        jobs = [job]
+        with contextlib.suppress(Trouble):
+            jobs = [job] if job else sum(self._queue(), [])     # released before its answer: whatever is there
+        self.given_up = [*self.given_up, *jobs][-99:]
         self.finished(job)
 
     def describe(self):
@@ -1974,35 +1980,45 @@ def cleaned(path):
 
 def query_values(query, key):
     """All values of a key in a query, decoded as the router decodes them."""
+    if key not in query and "%" not in query:
+        return []
     pairs = (part.partition("=") for part in query.replace("+", " ").split("&"))
     return [decoded(value) for name, _, value in pairs if decoded(name) == key]
 
 
-@functools.lru_cache(4096)
-def _row(table, method, path):
-    for methods, pattern, kind, engine in table:
-        if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL):
-            return kind, engine
-    raise BadMessage(f"no route for {method} {path!r}", 404)
+class Table:
+    """The routes of one front. strict: what does not look canonical never passes without the card."""
 
+    MEMORY = 4096                       # paths whose route is remembered
 
-@functools.lru_cache(4096)
-def _path_route(table, method, path):
-    clean = cleaned(decoded(path))
-    row = _row(table, method, path)
-    odd = table is LLAMA_SD and row[0] in (PASS, WATCH) and method != "OPTIONS" and not re.fullmatch(PLAIN, path)
-    if odd or row != _row(table, method, clean):
-        raise BadMessage("this path can be read in two ways; write it plainly")
-    return Route(*row, clean)
+    def __init__(self, rows, strict):
+        self._rows, self._strict, self._known = rows, strict, {}
 
+    def _row(self, method, path):
+        for methods, pattern, kind, engine in self._rows:
+            if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL):
+                return kind, engine
+        raise BadMessage(f"no route for {method} {path!r}", 404)
 
-def classify(table, method, target):
-    """The Route of a request by its method and its target as it came. Raises BadMessage."""
-    path, _, query = target.partition("?")
-    route = _path_route(table, method, path)
-    if isinstance(route.kind, tuple):
-        return route._replace(kind=route.kind[bool(query and query_values(query, "model"))])
-    return route
+    def _route(self, method, path):
+        clean = cleaned(decoded(path))
+        row = self._row(method, path)
+        odd = self._strict and row[0] in (PASS, WATCH) and method != "OPTIONS" and not re.fullmatch(PLAIN, path)
+        if odd or row != self._row(method, clean):
+            raise BadMessage("this path can be read in two ways; write it plainly")
+        return Route(*row, clean)
+
+    def classify(self, method, target):
+        """The Route of a request by its method and its target as it came. Raises BadMessage."""
+        path, _, query = target.partition("?")
+        route = self._known.get((method, path))
+        if route is None:
+            if len(self._known) >= self.MEMORY:
+                self._known.clear()
+            route = self._known[method, path] = self._route(method, path)
+        if type(route.kind) is tuple:
+            return route._replace(kind=route.kind[bool(query and query_values(query, "model"))])
+        return route
 
 
 # ----- Wire ---------------------------------------------------------------------------------------------------
@@ -2029,11 +2045,12 @@ HOST = re.compile(r"(?:[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]*:[
 # Hop-by-hop (RFC 9110, 7.6.1), Expect (answered here), and what stadi sets itself.
 _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer"
              rb"|transfer-encoding|upgrade|expect|x-forwarded-(?:for|host|proto)")
-_READ = rb"content-length|host|origin|sec-fetch-site|sec-websocket-key"
-NOTED = re.compile(rb"(?im)^(" + _STRIPPED + rb"|" + _READ + rb"):[\t ]*([^\r]*?)[\t ]*\r")
+NOTED = re.compile(rb"\n(" + _STRIPPED + rb"|content-length|host|origin|sec-fetch-site):([^\r]*)")   # in lower case
+HOST_AS_SENT = re.compile(rb"(?im)^host:[\t ]*([^\r\t ]*)")
 STRIP = re.compile(rb"(?im)^(?:" + _STRIPPED + rb"):[^\n]*\n")
-PASSED = {b"content-length", b"host", b"origin", b"sec-fetch-site", b"sec-websocket-key"}
-FRAMES = {b"content-length", b"transfer-encoding", b"host"}     # no trailer, and no Connection token, may name these
+PASSED = frozenset((b"content-length", b"host", b"origin", b"sec-fetch-site"))
+LISTS = (b"connection", b"upgrade", b"te", b"trailer", b"keep-alive", b"x-forwarded-for")      # may stand there twice
+FRAMES = (b"content-length", b"transfer-encoding", b"host")     # no trailer, and no Connection token, may name these
 
 
 class Sized:
@@ -2047,6 +2064,14 @@ class Sized:
         self.left -= taken
         self.done = self.left == 0
         return taken
+
+
+NOTHING = Sized(0)
+
+
+def Nothing():
+    """The body of a request whose head names none."""
+    return NOTHING
 
 
 class UntilEnd:
@@ -2108,7 +2133,7 @@ class Chunked:
                 raise BadMessage("the trailers cannot be read")
             return at
         fields = data[at:stop + 2]
-        if not FIELDS.fullmatch(fields) or any(name.lower() in FRAMES for name, _ in NOTED.findall(fields)):
+        if not FIELDS.fullmatch(fields) or any(name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower())):
             raise BadMessage("the trailers cannot be read")
         self.done = True
         return stop + 4
@@ -2117,40 +2142,41 @@ class Chunked:
 class Head:
     """What a request's and an answer's head have in common: fields that go on, and the framing."""
 
+    named = ()                          # the tokens of Connection
+
     def __init__(self, minor, fields):
-        noted = NOTED.findall(fields)
-        self.minor, self.values, self.fields = minor, {}, fields
-        if noted:
-            strip = False
-            for name, value in noted:
-                name = name.lower()
-                self.values.setdefault(name, []).append(value)
-                strip = strip or name not in PASSED
-            if strip:
-                self.fields = STRIP.sub(b"", fields)
-        self.named = self._tokens(b"connection") if b"connection" in self.values else ()
-        for token in self.named:
-            if token in (b"close", b"keep-alive", b"upgrade", b"te") or token in FRAMES:
-                continue
-            self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
-        if self.fields.count(b"\n") > FIELDS_MOST:
+        self.minor, self.fields, values, self._again = minor, fields, {}, []
+        for name, value in NOTED.findall(b"\n" + fields.lower()):
+            value = value.strip(b"\t ")
+            if name in values:
+                self._again.append(name)
+                value = values[name] + b"," + value
+            values[name] = value
+        self.values = values            # lower-cased; of fields that stand there again, joined
+        if not PASSED.issuperset(values):
+            self.fields = STRIP.sub(b"", fields)
+            if b"connection" in values:
+                self._strip_named()
+        if fields.count(b"\n") > FIELDS_MOST:
             raise BadMessage("too many header fields", 431)
 
-    def _tokens(self, name):
-        return [token.strip().lower() for value in self.values.get(name, ()) for token in value.split(b",")]
+    def _strip_named(self):
+        self.named = [token.strip(b"\t ") for token in self.values[b"connection"].split(b",")]
+        for token in self.named:
+            if token not in (b"close", b"keep-alive", b"upgrade", b"te", b"") and token not in FRAMES:
+                self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
 
     def one(self, name):
-        """A field that may stand there once at the most, or None."""
-        values = self.values.get(name)
-        if values and len(values) > 1:
-            raise BadMessage(f"{name.decode()} stands there {len(values)} times")
-        return values[0] if values else None
+        """The value of a field that may stand there once at the most, or None."""
+        if name in self._again:
+            raise BadMessage(f"{name.decode()} stands there more than once")
+        return self.values.get(name)
 
     def framing(self, otherwise):
         """Sized, Chunked, or what otherwise gives where the head says nothing."""
         length, coding = self.one(b"content-length"), self.one(b"transfer-encoding")
         if coding is not None:
-            if length is not None or not self.minor or coding.lower() != b"chunked":
+            if length is not None or not self.minor or coding != b"chunked":
                 raise BadMessage("Transfer-Encoding must be chunked, alone, on HTTP/1.1")
             return Chunked()
         if length is None:
@@ -2160,38 +2186,51 @@ class Head:
         return Sized(int(length))
 
 
+@functools.lru_cache(1024)
+def host_of(value):
+    """The Host field's value as text. Raises BadMessage."""
+    host = (value or b"").decode("latin-1")
+    if not HOST.fullmatch(host):
+        raise BadMessage("Host must stand there once, as a name or address with or without a port")
+    return host
+
+
+METHODS = {name.encode(): name for name in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH")}
+
+
 class Request(Head):
     """A request's head. Raises BadMessage."""
+
+    expects = upgrade = False
 
     def __init__(self, head):
         found = REQUEST.fullmatch(head)
         if not found:
             raise BadMessage("this is no clean HTTP/1.1 request head")
-        super().__init__(int(found[3]), found[4])
-        self.method, target = found[1].decode(), found[2].decode()
-        if self.method not in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH"):
-            raise BadMessage(f"{self.method} is not served here", 405 if self.method in ("CONNECT", "TRACE") else 501)
-        host = self.one(b"host")
-        self.host = (host or b"").decode("latin-1")
-        if not HOST.fullmatch(self.host):
-            raise BadMessage("Host must stand there once, as a name or address with or without a port")
-        self.target = target if target[0] == "/" else self._origin_form(target)
-        if len(self.target) > 8190:
+        method, target, minor, fields = found.groups()
+        super().__init__(minor == b"1", fields)
+        values, self.method, self.target = self.values, METHODS.get(method), target.decode()
+        if not self.method:
+            raise BadMessage("this method is not served here", 405 if method in (b"CONNECT", b"TRACE") else 501)
+        self.host = host_of(self.one(b"host"))
+        if target[0] != 47:                                     # a slash
+            self.target = self._origin_form(self.target)
+        if len(target) > 8190:
             raise BadMessage("the target is too long", 414)
-        self.body = self.framing(lambda: Sized(0))
-        self.bodyless = b"content-length" not in self.values and b"transfer-encoding" not in self.values
-        self.keep = self.minor == 1 and b"close" not in self.named
-        self.upgrade = (self.method == "GET" and self.minor == 1 and b"upgrade" in self.named and self.body.done and
-                        [value.lower() for value in self.values.get(b"upgrade", ())] == [b"websocket"])
-        self.expects = self.one(b"expect") if self.minor else None
-        if self.expects is not None and self.expects.lower() != b"100-continue":
-            raise BadMessage("Expect can only be 100-continue", 417)
+        self.body = self.framing(Nothing)
+        self.keep = self.minor and b"close" not in self.named
+        if b"upgrade" in values and b"upgrade" in self.named and self.minor:
+            self.upgrade = method == b"GET" and self.body.done and values[b"upgrade"] == b"websocket"
+        if b"expect" in values and self.minor:
+            self.expects = True
+            if values[b"expect"] != b"100-continue":
+                raise BadMessage("Expect can only be 100-continue", 417)
 
     def _origin_form(self, target):
         found = re.fullmatch(r"(?i:http)://([^/?]+)(/.*|)", target)
         if target == "*" and self.method == "OPTIONS":
             return target
-        if not found or found[1].lower() != self.host.lower():
+        if not found or found[1].lower() != self.host:
             raise BadMessage("the target must be a path, or an http URL that agrees with Host")
         return found[2] or "/"
 
@@ -2202,14 +2241,14 @@ class Request(Head):
     def upstream_head(self, forwarded, close):
         """The head as it goes to the engine. forwarded: the client's X-Forwarded-For and -Proto lines."""
         lines = [f"{self.method} {self.target} HTTP/1.1\r\n".encode(), self.fields, forwarded,
-                 b"X-Forwarded-Host: ", self.host.encode(), b"\r\n"]
+                 b"X-Forwarded-Host: ", HOST_AS_SENT.search(self.fields)[1], b"\r\n"]
         if self.upgrade:
             lines.append(b"Connection: Upgrade\r\nUpgrade: websocket\r\n")
         elif close:
             lines.append(b"Connection: close\r\n")
         if isinstance(self.body, Chunked):
             lines.append(b"Transfer-Encoding: chunked\r\n")
-        elif self.bodyless and self.method not in ("GET", "HEAD", "OPTIONS"):
+        elif self.body is NOTHING and self.method not in ("GET", "HEAD", "OPTIONS"):
             lines.append(b"Content-Length: 0\r\n")      # the engines wait for seconds without it
         lines.append(b"\r\n")
         return b"".join(lines)
@@ -2224,23 +2263,24 @@ class Answer(Head):
 
     def begin(self):
         for _ in range(INTERIM_MOST):
-            head = self._read_head()
-            found = ANSWER.fullmatch(head)
+            found = ANSWER.fullmatch(self._read_head())
             if not found:
-                raise BadMessage("the engine's answer has no clean head", 502)
-            self.status, self.line = int(found[2][:3]), found[2]
-            super().__init__(int(found[1]), found[3])
+                raise BadMessage("the engine's answer has no clean head")
+            minor, self.line, fields = found.groups()
+            super().__init__(minor == b"1", fields)
+            self.status = int(self.line[:3])
             if self.status >= 200 or self.status == 101:
-                break
+                return self._frame()
             if self._interim and self.status != 100:
                 self._interim(b"HTTP/1.1 " + self.line + b"\r\n" + self.fields + b"\r\n")
-        else:
-            raise BadMessage("the engine never came to its real answer", 502)
+        raise BadMessage("the engine never came to its real answer")
+
+    def _frame(self):
         self.body = self.framing(UntilEnd)
         if self._method == "HEAD" or self.status in (101, 204, 304):
-            self.body = Sized(0)
-        if self.status == 204:
-            self.fields = re.sub(rb"(?im)^content-length:[^\n]*\n", b"", self.fields)
+            self.body = NOTHING
+            if self.status == 204:
+                self.fields = re.sub(rb"(?im)^content-length:[^\n]*\n", b"", self.fields)
         self.closes = not self.minor or b"close" in self.named or isinstance(self.body, UntilEnd)
         return self
 
@@ -2248,7 +2288,7 @@ class Answer(Head):
         data = self.rest
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) > HEAD_BYTES or data and NOT_TEXT.search(data):
-                raise BadMessage("the engine's answer has no clean head", 502)
+                raise BadMessage("the engine's answer has no clean head")
             more = self._sock.recv(65536)
             if not more:
                 raise ConnectionResetError("it closed the connection before its answer" if not data else
@@ -2719,7 +2759,7 @@ class Exchange:
 
     def _upgrade(self, answer):
         if not self.request.upgrade or b"upgrade" not in answer.named:
-            raise BadMessage("the engine switched protocols unasked", 502)
+            raise BadMessage("the engine switched protocols unasked")
         self.status, self.keep, self.sent = 101, False, True
         self.client.on_leave(None)                  # a half-close is carried over
         self.client.send(b"HTTP/1.1 " + answer.line + b"\r\n" + answer.fields +
@@ -2911,6 +2951,7 @@ OWN_NAMES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")     # no
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
+@functools.lru_cache(1024)
 def own_name(host, allowed):
     """Whether a Host is one that no stranger can make a browser send (DNS rebinding)."""
     name = re.sub(r":\d+$", "", host.lower()).strip("[]").rstrip(".")
@@ -3078,7 +3119,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _serve(self, request):
         """Answer one request; True if the connection may go on."""
         front, path = self.server.front, request.target.partition("?")[0]
-        route = classify(front.table, request.method, request.target)
+        route = front.table.classify(request.method, request.target)
         self.route_kind = route.kind
         if front.strict:
             self._guard(request, route)
@@ -3149,8 +3190,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for hold in held:
             if (not wanted or wanted[0] in (str(hold.id), hold.job)) and card.revoke(hold, "released by hand"):
                 log.warning("released by hand: %s (%s)", hold.what, hold.job or "no job")
-                if hold.job:
-                    hold.engine.give_up(hold.job)
+                hold.engine.give_up(hold.job)
                 released.append({"id": hold.id, "engine": hold.engine.name, "what": hold.what, "job": hold.job})
         return self._answer(request, 200, {"released": released})
 
@@ -3390,11 +3430,11 @@ def listen(world):
     settings = world.settings
     limits = {LLM: settings.busy_wait, IMAGE: settings.image_wait}
     gates = tuple(f"{prefix}{path}" for prefix in ("", "/api") for path in ("/prompt", *settings.comfy_gate))
-    fronts = [("listen", settings.listen, Front("llama/sd", LLAMA_SD, True, limits)),
+    fronts = [("listen", settings.listen, Front("llama/sd", Table(LLAMA_SD, True), True, limits)),
               ("listen-ollama", settings.ollama and settings.listen_ollama,
-               Front("ollama", OLLAMA_TABLE, False, {LLM: settings.llm_wait_timeout})),
+               Front("ollama", Table(OLLAMA_TABLE, False), False, {LLM: settings.llm_wait_timeout})),
               ("listen-comfy", settings.comfy and settings.listen_comfy,
-               Front("comfy", comfy_table(settings.comfy_gate), False, limits, gates))]
+               Front("comfy", Table(comfy_table(settings.comfy_gate), False), False, limits, gates))]
     servers = []
     for flag, endpoint, front in fronts:
         if endpoint:
@@ -3408,14 +3448,6 @@ def listen(world):
 
 def serve(settings, environ):
     """Run until a signal. Returns the exit code."""
-    stop, signals = threading.Event(), []
-
-    def on_signal(number, _):
-        signals.append(number)
-        stop.set()
-        if len(signals) > 1 and sd and sd.child:       # the second forces
-            sd.child.stop(0, 0)
-
     world = build(settings, environ)
     sd = world.engines.get("sd")
     if sd:
@@ -3423,23 +3455,34 @@ def serve(settings, environ):
         for text in sd_warnings(settings):
             log.warning("%s", text)
     servers = listen(world)
+    # The kernel may hand a signal to any thread, and a main thread that sits in a lock would never learn of it; the
+    # wake-up descriptor is written by whichever thread got it.
+    signals, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
-    work = [("mover", world.card.run), ("watcher", world.watcher.run)]
+        signal.signal(number, lambda *_: None)
+    work = [("mover", world.card.run), ("watcher", world.watcher.run), ("probe", functools.partial(probe, world))]
     work += [(f"front {server.front.name}", functools.partial(server.serve_forever, 3600)) for server in servers]
     for name, target in work:
         threading.Thread(target=target, name=name, daemon=True).start()
     for server in servers:
         log.info("stadi %s answers on http://%s for %s; VRAM by %s", VERSION, Endpoint(*server.server_address[:2]),
                  server.front.name, world.eyes.vram.meter.source)
-    threading.Thread(target=probe, args=(world,), name="probe", daemon=True).start()
-    stop.wait()
-    log.info("ending: %s", signal.Signals(signals[0]).name)
-    world.card.close(Refused(503, "stadi is ending", "shutting_down", 5))
-    gone = sd.close() if sd else True
-    if not gone:
-        log.error("sd-server (pid %d) does not end", sd.child.pid)
+    log.info("ending: %s", signal.Signals(signals.recv(1)[0]).name)
+    threading.Thread(target=end, args=(world, wake), name="end", daemon=True).start()
+    if signals.recv(1)[0] and sd and sd.child:          # a second signal forces; 0 is the end of end()
+        sd.child.stop(0, 1.0)
     return 0
+
+
+def end(world, wake):
+    """Refuse new requests, let those in flight end for -grace, stop the child; then wake main."""
+    world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), world.settings.grace)
+    sd = world.engines.get("sd")
+    if sd and not sd.close():
+        log.error("sd-server (pid %d) does not end", sd.child.pid)
+    wake.send(b"\0")
 
 
 def probe(world):
