@@ -24,7 +24,7 @@ The rooms, in reading order; each uses only those above it:
     VRAM        who reads the card, and when it counts as given back
     Card        the lock, the queue, the hand-over, the ledger; knows no HTTP and no engine by name
     Child       the sd-server process: started, watched, ended with its whole group
-    Engines     one class each: resident, busy, evict, ready, follow
+    Engines     one class each: resident, busy, evict, ready, and the jobs that go on after an answer
     Routes      tables, and the one function that classifies
     Wire        heads and bodies of HTTP/1.1, read strictly
     Relay       one exchange from client to engine and back
@@ -51,7 +51,6 @@ import shlex
 import shutil
 import signal
 import socket
-import statistics
 import struct
 import subprocess
 import sys
@@ -86,23 +85,19 @@ class Endpoint(NamedTuple):
     def loopback(self):
         return self.host == "localhost" or is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback
 
-
 def is_ip(text):
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(text))
     return False
 
-
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 DURATION = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
-
 
 def duration(text):
     """Seconds, from Go's notation."""
     if text != "0" and not re.fullmatch(f"(?:{DURATION})+", text, re.ASCII):
         raise ValueError("is no duration; write 5s, 5m, 1h30m, 500ms or 0")
     return sum(float(number) * UNITS[unit] for number, unit in re.findall(DURATION, text, re.ASCII))
-
 
 def listen_address(text):
     """An Endpoint to listen on, or None for off; an empty host is every address."""
@@ -114,29 +109,21 @@ def listen_address(text):
         raise ValueError("is no address to listen on; write 127.0.0.1:55558, :55558, [::1]:55558 or off")
     return Endpoint(host.replace("localhost", "127.0.0.1"), int(found[3]))
 
-
 def engine_url(text):
     """An Endpoint of an engine, or None for off."""
     if text == "off":
         return None
-    try:
+    with contextlib.suppress(ValueError):
         parts = urllib.parse.urlsplit(text)
-        good = parts.scheme == "http" and parts.hostname and parts.path in ("", "/") and not parts.query
-        good = good and not parts.fragment and parts.username is None
-        return Endpoint(parts.hostname, parts.port or 80) if good else _no_url()
-    except ValueError:
-        return _no_url()
-
-
-def _no_url():
+        if (parts.scheme, parts.username, parts.query, parts.fragment) == ("http", None, "", "") and parts.hostname:
+            if parts.path in ("", "/"):
+                return Endpoint(parts.hostname, parts.port or 80)
     raise ValueError("is no engine's address; write http://127.0.0.1:55555 (host and port, nothing behind) or off")
-
 
 def gibibytes(text):
     if not re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
         raise ValueError("is no size; write a number of GiB, such as 2 or 0.5")
     return int(float(text) * GIB)
-
 
 def command_line(text):
     """Words of a command line: split at spaces, or as a shell does where quotes or backslashes stand in it."""
@@ -145,11 +132,9 @@ def command_line(text):
     except ValueError as error:
         raise ValueError(f"cannot be split into words: {error}; close the quote") from None
 
-
 def names(text):
     """Lower-case items of a comma-separated list."""
     return tuple(item.strip().lower() for item in text.split(",") if item.strip())
-
 
 def paths(text):
     items = tuple(item.strip() for item in text.split(",") if item.strip())
@@ -157,12 +142,10 @@ def paths(text):
         raise ValueError("is no list of paths; write /sam/detect,/sam/prepare")
     return items
 
-
 def gpu(text):
     if not re.fullmatch(r"|\d+|none|comfy|(?:[0-9A-Fa-f]+:)?[0-9A-Fa-f]+:[0-9A-Fa-f]+\.\d", text, re.ASCII):
         raise ValueError("is no card; write an index (0), a PCI address (0000:03:00.0), comfy or none")
     return text
-
 
 def one_of(*choices):
     def choose(text):
@@ -179,8 +162,11 @@ class Setting(NamedTuple):
     read: object        # text -> value; ValueError says what to write instead
     help: str
 
+    def __str__(self):
+        return f"-{self.flag}" + (f" ({self.variable})" if self.variable else "")
 
-SETTINGS = tuple(Setting(*row) for row in (
+
+SETTINGS = {row[0]: Setting(*row) for row in (
     ("listen", "STADI_LISTEN", "127.0.0.1:55558", listen_address,
      "where stadi answers for the router and sd-server; :port is every address, [::1]:port works; off"),
     ("llm", "STADI_LLM", "http://127.0.0.1:55555", engine_url, "llama.cpp's router (llama-server without a model); off"),
@@ -226,83 +212,99 @@ SETTINGS = tuple(Setting(*row) for row in (
     ("log-level", "LOG_LEVEL", "info", one_of("debug", "info", "warning", "error"),
      "debug, info, warning or error; debug shows every step of the lock"),
     ("log-format", "LOG_FORMAT", "text", one_of("text", "json"), "text or json"),
-))
+)}
 SWITCHES = {"check": "look at the world with these settings, say what to do, and exit, writing nothing",
             "version": "print the version and exit", "h": "print this help and exit"}
-ALIASES = {"help": "h"}
 COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual ports"}
 TURNSTILE = {"listen": "off", "listen-ollama": ":11434", "listen-comfy": ":8188"}     # its defaults
 
-
-def read_settings(argv, environ):
-    """All settings as a namespace (busy_wait for -busy-wait, and so on), from flags, then environment, then default.
-
-    Flags are Go's: -x v, -x=v, --x v, --x=v; the value is whatever comes next. Raises Usage.
-    """
-    given, switches, command = {}, set(), ""
-    known = {setting.flag: setting for setting in SETTINGS}
-    words = collections.deque(argv)
+def read_flags(argv):
+    """(command, {flag: text}, switches). Flags are Go's: -x v, -x=v, --x v, --x=v; the value is whatever comes next."""
+    given, switches, command, words = {}, set(), "", collections.deque(argv)
     while words:
         word = words.popleft()
         found = re.fullmatch(r"--?([a-z][a-z-]*)(?:=(.*))?", word, re.DOTALL)
-        flag = found and ALIASES.get(found[1], found[1])
+        flag = found and {"help": "h"}.get(found[1], found[1])
         if not found and word in COMMANDS and not command:
             command = word
-        elif flag in SWITCHES and found[2] is None:
+        elif flag in SWITCHES:
+            if found[2] is not None:
+                raise Usage(f"-{flag} takes no value")
             switches.add(flag)
-        elif flag not in known:
-            raise Usage(f"{word!r} is no flag of stadi; -h lists them")
+        elif flag not in SETTINGS:
+            split = "sd-args" in given and " " not in given["sd-args"]
+            raise Usage(f"{word!r} is no flag of stadi; -h lists them" + (
+                "; put all of -sd-args in quotes" if split else ""))
         elif found[2] is None and not words:
-            raise Usage(f"-{flag} needs a value")
+            raise Usage(f"{SETTINGS[flag]} needs a value")
         else:
             given[flag] = found[2] if found[2] is not None else words.popleft()
-    values = types.SimpleNamespace(command=command, given=set(given), **{name: name in switches for name in SWITCHES})
-    for setting in SETTINGS:
+    return command, given, switches
+
+def read_settings(argv, environ):
+    """All settings as a namespace (busy_wait for -busy-wait, and so on), from flags, then environment, then default.
+    Raises Usage."""
+    command, given, switches = read_flags(argv)
+    values = types.SimpleNamespace(command=command, **{name: name in switches for name in SWITCHES})
+    for setting in SETTINGS.values():
         variable = "" if command == "turnstile" and setting.flag == "listen" else setting.variable
         default = TURNSTILE.get(setting.flag, setting.default) if command == "turnstile" else setting.default
         text = given.get(setting.flag) or environ.get(variable) or default
-        name = f"-{setting.flag}" + (f" ({setting.variable})" if setting.variable else "")
         try:
             setattr(values, setting.flag.replace("-", "_"), setting.read(text))
         except ValueError as error:
-            raise Usage(f"{name}: {text!r} {error}") from None
+            raise Usage(f"{setting}: {text!r} {error}") from None
     return values
-
 
 def complete(values, environ):
     """Fill in what depends on other settings, and refuse combinations that cannot work. Raises Usage."""
-    if not values.listen:
-        values.llm = values.sd = None
+    values.llm, values.sd = (values.llm, values.sd) if values.listen else (None, None)
     values.ollama = values.ollama if values.listen_ollama else None
     values.comfy = values.comfy if values.listen_comfy else None
     if not (values.llm or values.sd or values.ollama or values.comfy):
-        raise Usage("-listen (STADI_LISTEN): nothing is on; give -listen, -listen-ollama or -listen-comfy an address")
+        raise Usage(f"{SETTINGS['listen']}: nothing is on; give -listen, -listen-ollama or -listen-comfy an address")
     if values.sd and not values.sd_args:
-        raise Usage("-sd-args (STADI_SD_ARGS): missing; give sd-server's command line, such as '-m model.gguf',"
-                    " or -sd off")
+        raise Usage(f"{SETTINGS['sd-args']}: missing; give sd-server's whole command line, such as"
+                    f" -sd-args '-m /models/sd.safetensors --listen-port {values.sd.port}', or -sd off")
+    if values.sd and is_ip(values.sd.host) and not values.sd.loopback and not _own_address(values.sd.host):
+        raise Usage(f"{SETTINGS['sd']}: sd-server is started on this machine; write http://127.0.0.1:{values.sd.port}")
+    if values.gpu == "comfy" and not values.comfy:
+        raise Usage(f"{SETTINGS['gpu']}: comfy asks ComfyUI, which is not on; give -listen-comfy an address")
+    used = {}
+    for flag in ("listen", "listen-ollama", "listen-comfy", "llm", "sd", "ollama", "comfy"):
+        endpoint = getattr(values, flag.replace("-", "_"))
+        local = endpoint and endpoint.port and (endpoint.host == "" or endpoint.loopback)
+        if local and endpoint.port in used:
+            raise Usage(f"{SETTINGS[flag]}: port {endpoint.port} is that of {SETTINGS[used[endpoint.port]]} already; give"
+                        " one of them another" + (" (move Ollama itself with OLLAMA_HOST=127.0.0.1:11435)"
+                                                  if flag == "ollama" else ""))
+        used.update({endpoint.port: flag} if local else {})
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     values.sd_log_dir = os.path.abspath(values.sd_log_dir or os.path.join(cache, "stadi"))
     return values
 
+def _own_address(host):
+    """Whether this machine has the address: only then can something listen on it."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
 
 def usage():
     """The text of -h."""
     lines = ["usage: stadi.py [turnstile] [flags]     flags first, then the environment, then the default", ""]
     lines += [f"  {name}\n        {text}" for name, text in COMMANDS.items()]
-    for setting in SETTINGS:
-        lines.append(f"  -{setting.flag} {setting.default}".rstrip() + (f"   [{setting.variable}]" if setting.variable else ""))
-        lines.append(f"        {setting.help}")
-    lines += [f"  -{name}\n        {text}" for name, text in SWITCHES.items()]
-    return "\n".join(lines)
+    for flag, variable, default, _, text in SETTINGS.values():
+        lines.append(f"  -{flag} {default}".rstrip() + (f"   [{variable}]" if variable else "") + f"\n        {text}")
+    return "\n".join(lines + [f"  -{name}\n        {text}" for name, text in SWITCHES.items()])
 
 
 # ----- VRAM ---------------------------------------------------------------------------------------------------
 
-STEADY_SECONDS = 2.0            # the driver frees in steps; a level that lasts this long is the level
-STEADY_BYTES = 64 * MIB
-FLOOR_BYTES = 256 * MIB         # what contexts of a desktop vary by
+STEADY_SECONDS, STEADY_BYTES = 2.0, 64 * MIB    # the driver frees in steps; a level that lasts this long is the level
+FLOOR_BYTES = 256 * MIB                         # what contexts of a desktop vary by
 NUDGE_SECONDS = 1.5
-BLIND_SECONDS = 5.0             # no reading for this long: the card can't be seen, go on
+BLIND_SECONDS = 5.0                             # no reading for this long: the card can't be seen, go on
 
 
 class Reading(NamedTuple):
@@ -315,7 +317,7 @@ class Meter:
 
     def __init__(self, source, read, every=0.05):
         self.source, self.every = source, every      # every: seconds between two readings of one wait
-        self.last, self.error = None, ""
+        self.last, self.error, self._fresh = None, "", None
         self._read, self._lock, self._thread = read, threading.Lock(), None
 
     def read(self, seconds=BLIND_SECONDS):
@@ -326,7 +328,11 @@ class Meter:
             if self._thread is None or not self._thread.is_alive():
                 self._fresh = None
                 self._thread = threading.Thread(target=self._attempt, name="vram", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:                 # no threads left
+                    self._thread = None
+                    return None
             thread = self._thread
         thread.join(seconds)
         if thread.is_alive():
@@ -343,12 +349,20 @@ class Meter:
 
 
 def _printed(command):
-    """What a command prints, as lines; bounded. The source's own failure is a ValueError with its last words."""
+    """What a command prints, as lines; bounded. Raises ValueError with its own last words when it fails."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=BLIND_SECONDS)
     if done.returncode:
-        raise ValueError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-200:]}")
+        words = (done.stderr or done.stdout).strip()[-200:] or "and no word"
+        raise ValueError(f"{command[0]} ended with exit code {done.returncode}: {words}")
     return done.stdout.strip().splitlines()
 
+def _vram_cmd(command):
+    def read():
+        printed = (_printed(command) or [""])[0].strip()
+        if not re.fullmatch(r"\d+(\.\d+)?", printed, re.ASCII):
+            raise ValueError(f"printed {printed[:80]!r}, not a number of MiB (a pipe needs sh -c '...')")
+        return Reading(int(float(printed) * MIB), None)
+    return read
 
 def _amdgpu(folder):
     def number(name):
@@ -356,64 +370,50 @@ def _amdgpu(folder):
             return int(file.read())
     return lambda: Reading(number("mem_info_vram_used"), number("mem_info_vram_total"))
 
-
 NVIDIA = ["nvidia-smi", "--query-gpu=index,pci.bus_id,memory.used,memory.total", "--format=csv,noheader,nounits"]
 
+def _nvidia_rows():
+    for line in _printed(NVIDIA):
+        index, address, used, total = (part.strip() for part in line.split(","))
+        yield index, address, Reading(int(used) * MIB, int(total) * MIB)
 
 def _nvidia(address):
-    def read():
-        for line in _printed(NVIDIA):
-            _, bus, used, total = (part.strip() for part in line.split(","))
-            if bus == address:
-                return Reading(int(used) * MIB, int(total) * MIB)
-        raise ValueError(f"no card {address}")
-    return read
-
-
-def _same_address(wanted, address):
-    """PCI addresses with and without their domain, which nvidia-smi writes with eight digits and sysfs with four."""
-    return wanted.lower().split(":")[-2:] == address.lower().split(":")[-2:]
-
+    return lambda: next(reading for _, bus, reading in [*_nvidia_rows(), ("", address, None)] if bus == address)
 
 def cards(environ):
     """Every card that can be read: (source, PCI address, total bytes, index, read, seconds between readings)."""
-    root = environ.get("STADI_DRM_ROOT") or "/sys/class/drm"
-    found = []
+    root, found = environ.get("STADI_DRM_ROOT") or "/sys/class/drm", []
     folders = [name for name in os.listdir(root) if re.fullmatch(r"card\d+", name)] if os.path.isdir(root) else []
     for folder in sorted(folders, key=lambda name: int(name[4:])):
         device = os.path.join(root, folder, "device")
         with contextlib.suppress(OSError, ValueError):
-            read = _amdgpu(device)
-            address = os.path.basename(os.path.realpath(device))
-            found.append((f"amdgpu's {folder}/device/mem_info_vram_used", address, read().total, str(len(found)), read, 0.05))
+            read, address = _amdgpu(device), os.path.basename(os.path.realpath(device))
+            source = f"amdgpu's {folder}/device/mem_info_vram_used"
+            found.append((source, address, read().total, str(len(found)), read, 0.05))
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            for line in _printed(NVIDIA):
-                index, address, _, total = (part.strip() for part in line.split(","))
-                found.append((f"nvidia-smi {index}", address, int(total) * MIB, index, _nvidia(address), 0.25))
+            for index, address, reading in _nvidia_rows():
+                found.append((f"nvidia-smi {index}", address, reading.total, index, _nvidia(address), 0.25))
     return found
-
 
 def find_meter(settings, environ, comfy=None):
     """The Meter of the card that the settings name; one with source "none" where nothing can be read. Raises Usage.
-
-    comfy: ComfyUI's reading, or None; it counts where the card may be in another machine.
-    """
+    comfy: ComfyUI's reading, or None; it counts where the card may be in another machine."""
     if settings.vram_cmd:
-        return Meter("vram-cmd", lambda: Reading(int(float(_printed(settings.vram_cmd)[0]) * MIB), None), 0.25)
-    if settings.gpu == "none":
-        return Meter("none", None)
-    if settings.gpu == "comfy":
-        return Meter("ComfyUI", comfy, 0.25)
-    urls = (settings.llm, settings.ollama, settings.comfy)
-    here = settings.sd or any(url and url.loopback for url in urls)
+        if not shutil.which(settings.vram_cmd[0]):
+            raise Usage(f"{SETTINGS['vram-cmd']}: {settings.vram_cmd[0]!r} is not there, or cannot be executed")
+        return Meter("-vram-cmd", _vram_cmd(settings.vram_cmd), 0.25)
+    if settings.gpu in ("none", "comfy"):
+        return Meter("ComfyUI", comfy, 0.25) if settings.gpu == "comfy" else Meter("none", None)
+    here = settings.sd or any(url and url.loopback for url in (settings.llm, settings.ollama, settings.comfy))
     found = cards(environ) if here else []      # the container host's own GPU is not the card
     if settings.gpu:
-        chosen = [card for card in found if settings.gpu == card[3] or
-                  ":" in settings.gpu and _same_address(settings.gpu, card[1])]
+        # a PCI address counts without its domain, which nvidia-smi writes with eight digits and sysfs with four
+        chosen = [card for card in found if settings.gpu == card[3] or ":" in settings.gpu and
+                  settings.gpu.lower().split(":")[-2:] == card[1].lower().split(":")[-2:]]
         if not chosen:
             there = "; ".join(f"{card[3]} is {card[0]} at {card[1]}" for card in found) or "no card can be read here"
-            raise Usage(f"-gpu (STADI_GPU): no card {settings.gpu!r}; {there}; or none")
+            raise Usage(f"{SETTINGS['gpu']}: no card {settings.gpu!r}; {there}; leave -gpu out, or -gpu none")
         found = chosen
     if not found:
         return Meter("ComfyUI", comfy, 0.25) if comfy else Meter("none", None)
@@ -426,8 +426,7 @@ class Settling:
 
     def __init__(self, before, floor, free_below):
         self.before, self.floor, self.free_below = before, floor, free_below     # bytes; before and floor may be None
-        self.lowest = None
-        self._level = self._since = None
+        self.lowest = self._level = self._since = None
 
     def back(self, now, used):
         """Whether this reading (bytes, at now seconds) completes the proof."""
@@ -436,10 +435,8 @@ class Settling:
             self._level, self._since = used, now
         if used < self.free_below:
             return True
-        if now - self._since < STEADY_SECONDS:
-            return False
-        return self.is_level(used) or (
-            self.floor is None and self.before is not None and used < self.before - STEADY_BYTES)
+        fallen = self.floor is None and self.before is not None and used < self.before - STEADY_BYTES
+        return now - self._since >= STEADY_SECONDS and (self.is_level(used) or fallen)
 
     def is_level(self, used):
         """Whether this is what a free card uses, as far as is known."""
@@ -490,6 +487,7 @@ class Vram:
                 return f"VRAM did not return within {self.bound:g}s (-vram-wait): {used}; went on"
             self._sleep(self.meter.every)
 
+
 # ----- Card ---------------------------------------------------------------------------------------------------
 #
 # One lock guards every field of the Card. Two kinds of thread wait on it: requests, each on the Condition of its own
@@ -498,7 +496,7 @@ class Vram:
 # are called outside of it, by the mover alone.
 
 class Refused(Exception):
-    """An answer of stadi's own instead of the engine's. `everyone`: all that wait are told, not only this engine's."""
+    """An answer of stadi's own instead of the engine's. everyone: all that wait are told, not only this engine's."""
 
     def __init__(self, status, message, kind="unavailable_error", retry_after=None, everyone=False):
         super().__init__(message)
@@ -526,35 +524,34 @@ class Hold:
     def __init__(self, number, engine, what, since, began):
         self.id, self.engine, self.what, self.since, self.began = number, engine, what, since, began
         self.job = None                     # the asynchronous job that keeps it after the answer
-        self.unwanted = False               # its client left, but the work goes on
+        self.unwanted = False               # nobody waits for its work: it may be ended for the next
         self.revoked = ""                   # why it was taken away
         self.over = threading.Event()       # set when it was taken away: its follower stops
         self.on_revoke = lambda: None       # ends the work; called outside the lock
 
 
 class Waiter:
-    """A request in the queue. `turn` is notified when hold or error is set, or when its limit starts to count."""
+    """A request in the queue. `turn` is notified when hold or error is set, and when its limit may count anew."""
 
-    def __init__(self, lock, number, engine, what, arrived, limit, joins, blocked):
+    def __init__(self, lock, number, engine, what, arrived, limit=0, joins=False, blocked=0.0):
         self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
         self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
-        self.turn = threading.Condition(lock)
-        self.hold = self.error = None
+        self.turn, self.hold, self.error = threading.Condition(lock), None, None
 
 
 class Handover:
     """The card on its way to `to` (an engine, or None: to nobody); phases timed in milliseconds."""
 
     def __init__(self, to, why, requester, evict, began, own=False):
-        self.own = own                              # of stadi's own accord, for an idle card
         self.to, self.why, self.requester, self.evict, self.began = to, why, requester, evict, began
+        self.own = own                              # of stadi's own accord, for an idle card: evicts nobody
+        self.running = False                        # False: holds are still in the way
         self.cancelled = threading.Event()          # set when nobody wants it any more
         self.phase, self.phase_since = "drain", began
         self.ms = dict.fromkeys(("drain", "evict", "vram", "start"), 0)
-        self.running = False                        # False: holds are still in the way
-        self.notes, self.moved = [], False          # moved: something was evicted or started
-        self.gone, self.asked = [], None            # names of what was evicted; the engine asked whether it is busy
-        self.before = self.after = None
+        self.notes, self.gone, self.moved = [], [], False   # gone: names of what was evicted; moved: something changed
+        self.asked = None                           # the engine that works on something stadi holds nothing for
+        self.before = self.after = None             # bytes
 
 
 def choose(waiters, now, job_seconds):
@@ -563,21 +560,19 @@ def choose(waiters, now, job_seconds):
     (a) LLM requests that would reach their limit before another image job could end, never past an image job that
     came before them; (b) image jobs; (c) LLM requests. Oldest first in each.
     """
-    image = next((w for w in waiters if w.engine.kind == IMAGE), None)
+    image = next((waiter for waiter in waiters if waiter.engine.kind == IMAGE), None)
     if image is None:
         return waiters[0] if waiters else None
     expected = job_seconds(image.engine)
-    for waiter in waiters:
-        if waiter is image:
-            break
+    for waiter in waiters[:waiters.index(image)]:
         if waiter.limit and (expected is None or waiter.arrived + waiter.limit < now + 2 * expected):
             return waiter
     return image
 
 
 class Card:
-    """The one GPU, and who may use it. Engines: .name, .kind, .idle_after, .busy_limit, .stoppable, resident(), busy(),
-    evict(), nudge(), evicted(), ready(cancelled), as in the room Engines; vram as in the room VRAM."""
+    """The one GPU, and who may use it. engines and vram as in their rooms; tell(event, **fields) hears of every
+    transition, under the lock."""
 
     def __init__(self, engines, vram, clock=time.monotonic, tell=lambda event, **fields: None):
         self._lock = threading.Lock()
@@ -585,54 +580,48 @@ class Card:
         self._engines, self._vram, self._clock, self._tell = tuple(engines), vram, clock, tell
         self._holds = {}                                # id -> Hold; all of one engine
         self._waiters = []                              # in order of arrival
-        self._owner = None                              # the engine made ready last; None: nobody, or unknown
-        self._handover = None
-        self._numbers = iter(range(1, sys.maxsize))
-        self._idle_since = clock()
+        self._owner = self._handover = self.closed = None      # owner: made ready last; None: nobody, or unknown
+        self._numbers, self._idle_since = itertools.count(1), clock()
         self._blocked_total, self._blocked_since = 0.0, None    # seconds in which LLM holds stood in the way
         self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=50))   # engine -> image jobs
-        self._residents = {}                            # engine name -> last answer
-        self._ledger = collections.deque(maxlen=50)
-        self._closed = None
+        self._residents, self._ledger = {}, collections.deque(maxlen=50)    # engine's name -> its last answer
         self.warm = None                                # (engine, work(hold)): what an idle card is used for
 
     # -- requests --
 
-    def acquire(self, engine, what, limit, joins=False, on_wait=None):
+    def acquire(self, engine, what, limit, joins=False, on_wait=lambda leave: None):
         """Wait for a hold. limit: seconds (rule 4), 0 for none. joins: may queue inside the engine beside its other
         jobs. on_wait(leave) is told how to leave the queue. Raises Refused, or Gone."""
         with self._lock:
-            waiter = self._enter(engine, what, limit, joins)
+            if self.closed:
+                raise self.closed
+            now = self._clock()
+            waiter = Waiter(self._lock, next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
+            self._waiters.append(waiter)
             self._advance()
-            if waiter.hold:
-                return waiter.hold
-        if on_wait:
+        if not waiter.hold:
             on_wait(lambda: self._leave(waiter))
-        with self._lock:
-            while not (waiter.hold or waiter.error):
-                left = self._left(waiter, self._clock())
-                if left is not None and left <= 0:
-                    self._drop(waiter, self._too_late(waiter))
-                    break
-                waiter.turn.wait(left)
+            self._wait(waiter)
         if waiter.error:
             raise waiter.error
         return waiter.hold
 
-    def _enter(self, engine, what, limit, joins=False):
-        if self._closed:
-            raise self._closed
-        now = self._clock()
-        waiter = Waiter(self._lock, next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
-        self._waiters.append(waiter)
-        return waiter
+    def _wait(self, waiter):
+        with self._lock:
+            while not (waiter.hold or waiter.error):
+                left = self._left(waiter, self._clock())
+                if left is not None and left <= 0:
+                    message = f"{waiter.what} waited {waiter.limit:g}s for the card; {self._reason()}"
+                    self._drop(waiter, Refused(503, message, "busy", self._retry_after(waiter.engine)))
+                else:
+                    waiter.turn.wait(left)
 
     def watch(self, engine, what):
         """A hold for a look at an LLM engine, only while it has the card or nobody does, else None; never waits."""
         with self._lock:
-            if self._closed or self._waiters or self._handover or self._owner not in (engine, None):
+            if self.closed or self._waiters or self._handover or self._owner not in (engine, None):
                 return None
-            return self._grant(Waiter(self._lock, next(self._numbers), engine, what, self._clock(), 0, False, 0.0))
+            return self._grant(Waiter(self._lock, next(self._numbers), engine, what, self._clock()))
 
     def free_for(self, engine):
         """Whether a request for engine that came now would have the card (almost) at once."""
@@ -653,7 +642,7 @@ class Card:
                 self._advance()
 
     def revoke(self, hold, why):
-        """Take a hold away from its owner, who is told by on_revoke. True if it was still there."""
+        """Take a hold away from its owner, who is told by `over` and on_revoke. True if it was still there."""
         with self._lock:
             if not self._holds.pop(hold.id, None):
                 return False
@@ -666,7 +655,7 @@ class Card:
         return True
 
     def reconsider(self, hold):
-        """The client of this hold left, and nobody wants the work that goes on: it may be ended for the next."""
+        """The client of this hold left, and the work goes on: it may be ended for the next, if its engine can."""
         with self._lock:
             hold.unwanted = hold.engine.stoppable
             self._advance()
@@ -674,7 +663,7 @@ class Card:
     def close(self, error, grace=0):
         """Refuse everyone from now on, those who wait included; return when no hold is left, or after grace seconds."""
         with self._lock:
-            self._closed, until = error, self._clock() + grace
+            self.closed, until = error, self._clock() + grace
             while self._waiters:
                 self._drop(self._waiters[0], error)
             while self._holds and (left := until - self._clock()) > 0:
@@ -720,19 +709,12 @@ class Card:
             return None
         if waiter.engine.kind == LLM:
             return waiter.arrived + waiter.limit - now
-        if self._blocked_since is None:
-            return None
-        return waiter.limit - (self._blocked(now) - waiter.blocked)
-
-    def _too_late(self, waiter):
-        message = f"{waiter.what} waited {waiter.limit:g}s for the card; {self._reason()}"
-        return Refused(503, message, "busy", self.retry_after(waiter.engine))
+        return None if self._blocked_since is None else waiter.limit - (self._blocked(now) - waiter.blocked)
 
     def _reason(self):
         """Who has the card, since when, and why, in words."""
         now, moving = self._clock(), self._handover
-        if self._holds:
-            hold = next(iter(self._holds.values()))
+        for hold in self._holds.values():
             doing = f"job {hold.job}" if hold.job else hold.what
             return f"{hold.engine.name} has had it for {now - hold.since:.0f}s ({doing}){hold.engine.hint}"
         if moving and moving.asked:
@@ -743,21 +725,17 @@ class Card:
                     f"for {now - moving.phase_since:.0f}s ({moving.why})")
         return "others were before it"
 
-    def retry_after(self, engine):
+    def _retry_after(self, engine):
         """Seconds after which to ask again: what this engine's hand-over and the holder's job usually take."""
         moves = [sum(row[f"{phase}_ms"] for phase in ("evict", "vram", "start")) / 1000
                  for row in self._ledger if row["to"] == engine.name and not row["error"]]
         holder = next((hold.engine for hold in self._holds.values()), None)
-        guess = (statistics.median(moves) if moves else 5) + (self._job_seconds(holder) or 5 if holder else 0)
-        return max(1, min(600, round(guess)))
+        return max(1, min(600, round((median(moves) or 5) + (self._job_seconds(holder) or 5 if holder else 0))))
 
     # -- decisions, all under the lock --
 
     def _job_seconds(self, engine):
-        return statistics.median(self._seconds[engine]) if self._seconds.get(engine) else None
-
-    def _next(self):
-        return choose(self._waiters, self._clock(), self._job_seconds)
+        return median(self._seconds.get(engine, ()))
 
     def _can_share(self, engine, joins):
         """Whether a hold can be added without a hand-over. An image job alone has the other engines asked first."""
@@ -791,31 +769,33 @@ class Card:
         self._tell("release", hold=hold.id, engine=hold.engine.name, what=hold.what, held=now - hold.since,
                    revoked=hold.revoked)
 
+    def _next(self):
+        return choose(self._waiters, self._clock(), self._job_seconds)
+
     def _advance(self):
         """Grant whatever can be granted now; settle what the mover has to do. Called after every change."""
-        if self._closed:
-            return self._work.notify_all()
-        if self._handover and self._handover.running:
-            return self._still_wanted()
-        while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
-            self._grant(waiter)
-        if waiter is None:
-            self._handover = self._handover if self._handover and self._handover.own else None
-        elif not self._handover or self._handover.requester is not waiter:
-            began = self._handover.began if self._handover and self._handover.to is waiter.engine else self._clock()
-            evict = [engine for engine in self._engines if engine is not waiter.engine]
-            self._handover = Handover(waiter.engine, waiter.what, waiter, evict, began)
-        if self._handover or self._idle_left() is not None:
-            self._work.notify()
-        return None
+        moving = self._handover
+        if moving and moving.running and not self.closed:
+            self._still_wanted(moving)
+        elif not self.closed:
+            while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
+                self._grant(waiter)
+            if waiter is None:
+                self._handover = moving if moving and moving.own else None
+            elif not moving or moving.requester is not waiter:
+                began = moving.began if moving and moving.to is waiter.engine else self._clock()
+                evict = [engine for engine in self._engines if engine is not waiter.engine]
+                self._handover = Handover(waiter.engine, waiter.what, waiter, evict, began)
+        if self._handover or self.closed or self._idle_left() is not None:
+            self._work.notify_all()
 
-    def _still_wanted(self):
+    def _still_wanted(self, moving):
         """Rule 5: a hand-over outlives its requester unless the next in line is for another engine."""
-        moving, waiter = self._handover, self._next()
+        waiter, requester = self._next(), moving.requester
         if not moving.to and moving.phase == "vram" and waiter and not waiter.engine.stoppable and (
                 [waiter.engine] == moving.evict):
             moving.cancelled.set()          # its process lives, its memory is its own: nothing to wait for
-        if not moving.requester or moving.requester in self._waiters or moving.requester.hold:
+        if not requester or requester in self._waiters or requester.hold:
             return
         if waiter and waiter.engine is moving.to:
             moving.requester = waiter
@@ -825,7 +805,7 @@ class Card:
     def _idle_left(self):
         """Seconds until the owner's time is up; None where no clock runs."""
         owner = self._owner
-        if not owner or owner.idle_after is None or self._holds or self._waiters or self._handover or self._closed:
+        if not owner or owner.idle_after is None or self._holds or self._waiters or self._handover or self.closed:
             return None
         return self._idle_since + owner.idle_after - self._clock()
 
@@ -841,25 +821,22 @@ class Card:
 
     def _due(self):
         """What the mover has to do now: (hand-over, holds to revoke first), or None."""
-        moving = self._handover
-        if moving and not moving.running:
-            in_way = list(self._holds.values())
-            unwanted = all(hold.unwanted and hold.engine is not moving.to for hold in in_way)
-            if not in_way or unwanted:
-                moving.running = True
-                if self._owner is moving.to:        # it waited for its own engine's jobs: no drain
-                    moving.began = moving.phase_since = self._clock()
-                for hold in in_way:
-                    del self._holds[hold.id]
-                    hold.revoked = "nobody waits for it any more"
-                    self._ended(hold)
-                return moving, in_way
-        left = self._idle_left()
+        moving, left = self._handover, self._idle_left()
+        if self.closed:
+            return None
         if left is not None and left <= 0:
-            self._handover = Handover(None, "idle", None, [self._owner], self._clock())
-            self._handover.running = True
-            return self._handover, []
-        return None
+            moving = self._handover = Handover(None, "idle", None, [self._owner], self._clock())
+        in_way = list(self._holds.values())
+        if not moving or not all(hold.unwanted and hold.engine is not moving.to for hold in in_way):
+            return None
+        moving.running = True
+        if self._owner is moving.to:        # it waited for its own engine's jobs: no drain
+            moving.began = moving.phase_since = self._clock()
+        for hold in in_way:
+            del self._holds[hold.id]
+            hold.revoked = "nobody waits for it any more"
+            self._ended(hold)
+        return moving, in_way
 
     def move(self, moving, revoked=()):
         """Carry out one hand-over, and tell everybody how it ended."""
@@ -902,63 +879,62 @@ class Card:
             self._residents[engine.name] = False if eviction.verified else None
             moving.gone += [engine.name] if eviction.freed else []
             moving.before = moving.before if eviction.before is None else eviction.before
+            moving.notes += [eviction.note] if eviction.note else []
             alone = alone and eviction.verified
-            if eviction.note:
-                moving.notes.append(eviction.note)
         moving.moved = bool(moving.gone)
         if moving.moved and not (moving.to and moving.to.resident()):
             self._phase(moving, "vram")
             warning = self._vram.wait_back(moving.before, alone, lambda: [engine.nudge() for engine in residents],
                                            moving.cancelled.is_set)
-            if warning:
-                moving.notes.append(warning)
-                if not moving.cancelled.is_set():
-                    log.warning("%s", warning)
-            else:
-                for engine in residents:
-                    engine.evicted()
+            moving.notes += [warning] if warning else []
+            if warning and not moving.cancelled.is_set():
+                log.warning("%s", warning)
+            for engine in residents if not warning else ():
+                engine.evicted()
         moving.after = self._vram.used()
 
     def _drain(self, moving, engine):
         """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
-        end = engine.busy_limit and self._clock() + engine.busy_limit
-        pause = 0.05
+        end, pause = engine.busy_limit and self._clock() + engine.busy_limit, 0.05
         while engine.busy():
             with self._lock:
                 moving.asked = engine
                 self._count_blocked()
+                self._still_wanted(moving)
             if moving.cancelled.is_set():
                 raise GivenUp
             if end and self._clock() >= end:
                 moving.notes.append(f"{engine.name} was still busy after {engine.busy_limit:g}s; evicted anyway")
-                log.warning("%s", moving.notes[-1])
-                return
+                return log.warning("%s", moving.notes[-1])
             moving.cancelled.wait(pause)
             pause = min(0.5, pause * 2)
 
+    def _timed(self, moving, phase):
+        now = self._clock()
+        moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
+        moving.phase, moving.phase_since, moving.asked = phase, now, None
+
     def _phase(self, moving, phase):
         with self._lock:
-            now = self._clock()
-            moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
-            moving.phase, moving.phase_since, moving.asked = phase, now, None
+            self._timed(moving, phase)
             if phase == "evict" and self._owner in moving.evict:
                 self._owner = None          # from here on it may be gone
             self._count_blocked()
             self._recount()
-            self._still_wanted()
+            self._still_wanted(moving)
         self._tell("phase", to=moving.to.name if moving.to else "nobody", phase=phase, why=moving.why)
 
     def _finish(self, moving, error):
         with self._lock:
-            now, before = self._clock(), self._owner
-            moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
+            before = self._owner
+            self._timed(moving, "done")
             self._handover = None
             if error is None:
                 self._owner = moving.to
                 if moving.to:
                     self._residents[moving.to.name] = None      # it may load at any moment now
             if not self._holds and not self._waiters:
-                self._idle_since = now
+                self._idle_since = self._clock()
             if moving.moved or isinstance(error, Refused) or moving.to and moving.to is not before:
                 self._record(moving, error)
             if isinstance(error, Refused):
@@ -971,20 +947,19 @@ class Card:
             self._count_blocked()
             self._recount()
             self._advance()
-            if self.warm and not (self._waiters or self._holds or self._handover or self._closed):
+            if self.warm and not (self._waiters or self._holds or self._handover or self.closed):
                 self._warm_up(moving, error)
 
     def _warm_up(self, moving, error):
         """Rule 11: what an idle card is used for is a hold as well, of work that nobody waits for."""
         engine, work = self.warm
         if moving.own and error is None:
-            waiter = Waiter(self._lock, next(self._numbers), engine, moving.why, self._clock(), 0, False, 0.0)
-            hold = self._grant(waiter)
+            hold = self._grant(Waiter(self._lock, next(self._numbers), engine, moving.why, self._clock()))
             hold.unwanted = True
             threading.Thread(target=work, args=(hold,), name="warm", daemon=True).start()
         elif moving.to is None:
             self._handover = Handover(engine, "warm", None, [], self._clock(), own=True)
-            self._work.notify()
+            self._work.notify_all()
 
     def _record(self, moving, error):
         text = "given up" if isinstance(error, GivenUp) else str(error) if error else None
@@ -996,34 +971,39 @@ class Card:
 
     # -- looking --
 
-    def snapshot(self):
-        """Everything that the status shows, at one moment."""
-        with self._lock:
-            now, moving = self._clock(), self._handover
-            holds = list(self._holds.values())
-            shown = holds[0].engine if holds else moving.to if moving and moving.running else None
-            left = self._idle_left()
-            return {
-                "state": shown.kind if shown else "idle",
-                "holder": holds and {
-                    "engine": shown.name, "kind": shown.kind, "since_s": now - min(hold.since for hold in holds),
-                    "holds": [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
-                               "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
-                              for hold in holds]} or None,
-                "in_flight": {kind: sum(hold.engine.kind == kind for hold in holds) for kind in (LLM, IMAGE)},
-                "waiting": [{"kind": w.engine.kind, "engine": w.engine.name, "what": w.what,
-                             "waited_s": now - w.arrived, "limit_s": w.limit or None} for w in self._waiters],
-                "handover": moving and (moving.running or moving.to is not shown) and {"to": moving.to.name if moving.to else None, "phase": moving.phase,
-                                        "phase_s": now - moving.phase_since, "why": moving.why} or None,
-                "resident": dict(self._residents),
-                "idle_left_s": None if left is None else max(0.0, left),
-                "handovers": list(self._ledger),
-            }
-
     def holds(self):
         """The holds, oldest first."""
         with self._lock:
             return list(self._holds.values())
+
+    def snapshot(self):
+        """Everything that the status shows, at one moment."""
+        with self._lock:
+            now, moving, left = self._clock(), self._handover, self._idle_left()
+            holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
+                      "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
+                     for hold in self._holds.values()]
+            to, running = (moving.to, moving.running) if moving else (None, False)
+            shown = holds[0]["kind"] if holds else to.kind if to and running else "idle"
+            if moving and not running and to is self._owner:
+                moving = None                           # it only queues behind its own engine's jobs
+            return {
+                "state": shown,
+                "holder": {**{key: holds[0][key] for key in ("engine", "kind", "since_s")}, "holds": holds}
+                if holds else None,
+                "in_flight": {kind: sum(hold["kind"] == kind for hold in holds) for kind in (LLM, IMAGE)},
+                "waiting": [{"kind": waiter.engine.kind, "engine": waiter.engine.name, "what": waiter.what,
+                             "waited_s": now - waiter.arrived, "limit_s": waiter.limit or None}
+                            for waiter in self._waiters],
+                "handover": moving and {"to": to.name if to else None, "phase": moving.phase,
+                                        "phase_s": now - moving.phase_since, "why": moving.why},
+                "resident": dict(self._residents), "idle_left_s": None if left is None else max(0.0, left),
+                "handovers": list(self._ledger)}
+
+
+def median(values):
+    """The middle one, or None of nothing."""
+    return sorted(values)[len(values) // 2] if values else None
 
 
 # ----- Child --------------------------------------------------------------------------------------------------
@@ -1032,43 +1012,36 @@ class Card:
 # killed as a whole; what left the group is found by the token in its environment. If stadi itself is killed, a small
 # shell on a pipe (the guard) kills the group; what even that missed is ended by the next start, from the record.
 
-TERM_SECONDS = 3.0              # from TERM to KILL; sd-server needs 0.1
-KILL_SECONDS = 10.0             # from KILL to "the driver hangs"
+TERM_SECONDS, KILL_SECONDS = 3.0, 10.0          # from TERM to KILL (sd-server needs 0.1); from KILL to "the driver hangs"
 LOG_BYTES = 10 * MIB
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
 TOKEN = "STADI_CHILD"
 
+def pids():
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 def process_start(pid):
     """When a process started, in clock ticks since boot (field 22 of stat); None when there is none, or a zombie."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
     return None
-
 
 def kin(group, token):
     """Live processes that are in the group (a process group's id) or carry the token in their environment."""
     mark, found = f"{TOKEN}={token}".encode(), []
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with contextlib.suppress(OSError):
-            if process_start(pid) is None or pid == os.getpid():
-                continue
-            if os.getpgid(pid) == group:
+    for pid in pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if process_start(pid) and pid != os.getpid() and (
+                    os.getpgid(pid) == group or mark in file.read().split(b"\0")):
                 found.append(pid)
-                continue
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if mark in file.read().split(b"\0"):
-                    found.append(pid)
     return found
-
 
 def end_kin(group, token, seconds=2.0):
     """Kill them until none is left; True when none is."""
     end = time.monotonic() + seconds
-    while pids := kin(group, token):
-        for pid in pids:
+    while found := kin(group, token):
+        for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > end:
@@ -1076,18 +1049,14 @@ def end_kin(group, token, seconds=2.0):
         time.sleep(0.01)
     return True
 
-
 def listeners(port):
     """Inodes of the sockets that listen on a TCP port of this machine."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
-            for line in list(file)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.add(fields[9])
+            rows = [line.split() for line in file][1:]
+            found.update(row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port)
     return found
-
 
 def sockets_of(pid):
     """Inodes of a process's sockets; empty when it may not be looked at."""
@@ -1095,21 +1064,17 @@ def sockets_of(pid):
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                link = os.readlink(f"/proc/{pid}/fd/{name}")
-                if link.startswith("socket:["):
-                    found.add(link[8:-1])
+                found.update(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")))
     return found
-
 
 def who_listens(inodes):
     """Words for the processes behind these sockets: pid and name."""
     found = []
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+    for pid in pids():
         if inodes & sockets_of(pid):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
                 found.append(f"pid {pid} ({file.read().strip()})")
     return ", ".join(found) or "a process of another user"
-
 
 def boot_id():
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -1135,18 +1100,18 @@ class Child:
 
     def __init__(self, argv, port, folder):
         self.port, self.since = port, time.monotonic()
-        self.log_file = os.path.join(folder, "sd-server.log")
-        self.ready = False                              # set once, by Sd.ready(): it has answered
+        self.ready = False                              # set by Sd.ready(): it has answered; ends with stop()
         self.gone = threading.Event()                   # its whole group has ended
+        self.log_file, self._record_file = os.path.join(folder, "sd-server.log"), record_file(folder, port)
         self._token = f"{os.getpid()}-{time.time_ns()}"
-        self._record_file = record_file(folder, port)
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             self._log = open(self.log_file, "ab", buffering=0)
             self._trim_log()
             self._log_start = self._log.tell()
         except OSError as error:
-            raise SpawnError(f"its log {self.log_file} cannot be written: {error.strerror}") from None
+            raise SpawnError(f"its log {self.log_file} cannot be written: {error.strerror}; is -sd-log-dir"
+                             " (STADI_SD_LOG_DIR) a folder of stadi's?") from None
         try:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
@@ -1155,7 +1120,6 @@ class Child:
             self._log.close()
             raise SpawnError(f"{argv[0]} cannot be run: {_why_not(argv[0], error)}") from None
         self.pid = self._process.pid
-        self._guard = None
         try:
             self._guard = subprocess.Popen(["/bin/sh", "-c", GUARD, str(self.pid)], stdin=subprocess.PIPE,
                                            start_new_session=True)
@@ -1175,13 +1139,12 @@ class Child:
                 json.dump(record, file)
             os.replace(self._record_file + ".new", self._record_file)
         except OSError as error:
-            log.warning("the record of sd-server's pid cannot be written (%s): only the guard ends it if stadi is"
-                        " killed", error)
+            log.warning("the record of sd-server's pid cannot be written (%s): if stadi is killed, only the guard ends"
+                        " it", error)
 
     def _reap(self):
         """Waits for the leader's death, ends what is left of it, and only then frees its pid."""
-        poller = select.poll()
-        pidfd = os.pidfd_open(self.pid)
+        poller, pidfd = select.poll(), os.pidfd_open(self.pid)
         poller.register(pidfd, select.POLLIN)
         while not poller.poll(1000):
             with contextlib.suppress(OSError):
@@ -1193,6 +1156,7 @@ class Child:
         self._guard.wait()
         self._guard.stdin.close()
         self._process.wait()
+        self._log.close()
         with contextlib.suppress(OSError):
             os.unlink(self._record_file)
         self.gone.set()
@@ -1200,13 +1164,12 @@ class Child:
 
     def _trim_log(self):
         """Keep the log under LOG_BYTES, with one older generation; the child's own descriptor appends."""
-        if os.fstat(self._log.fileno()).st_size <= LOG_BYTES:
-            return
-        with open(self.log_file, "rb") as now, open(self.log_file + ".1", "wb") as older:
-            now.seek(-LOG_BYTES, os.SEEK_END)
-            shutil.copyfileobj(now, older)
-        self._log.truncate(0)
-        self._log_start = 0
+        if os.fstat(self._log.fileno()).st_size > LOG_BYTES:
+            with open(self.log_file, "rb") as now, open(self.log_file + ".1", "wb") as older:
+                now.seek(-LOG_BYTES, os.SEEK_END)
+                shutil.copyfileobj(now, older)
+            self._log.truncate(0)
+            self._log_start = 0
 
     @property
     def alive(self):
@@ -1218,21 +1181,26 @@ class Child:
             return "still running"
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
-    def tail(self, size=2000):
+    def tail(self, size=4000):
         """The last bytes of this child's log, as lines; of a progress bar only its last state."""
         with contextlib.suppress(OSError), open(self.log_file, "rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start if self._log_start <= end else 0, end - size))
             lines = file.read(size).decode("utf-8", "replace").splitlines()
-            return [line.rstrip("\r").rpartition("\r")[2] for line in lines if line.strip()]
+            return [line.rstrip("\r").rpartition("\r")[2].strip() for line in lines if line.strip()]
         return []
+
+    def last_words(self):
+        """The lines that say why it ended: those with an error in them, then the last ones."""
+        lines = self.tail(64 * 1024)
+        errors = [line for line in lines[:-4] if re.search("error|fail", line, re.IGNORECASE)]
+        return "; ".join(errors[:2] + lines[-4:]) or "its log is empty"
 
     def listening(self):
         """Whether the child listens on its port. Raises SpawnError when a stranger does."""
-        inodes = listeners(self.port)
-        strangers = set(inodes)
+        strangers = inodes = listeners(self.port)
         for pid in kin(self.pid, self._token) if inodes else ():
-            strangers -= sockets_of(pid)
+            strangers = strangers - sockets_of(pid)
         if strangers and self.alive:
             raise SpawnError(f"port {self.port} is held by {who_listens(strangers)} as well")
         return bool(inodes)
@@ -1254,23 +1222,22 @@ class Child:
 def record_file(folder, port):
     return os.path.join(folder, f"sd-server-{port}.json")
 
-
 def end_orphan(folder, port):
     """End the child of a stadi that was killed: by pid, start time and command, or by the token; never a stranger."""
     path = record_file(folder, port)
     try:
         with open(path, encoding="utf-8") as file:
             record = json.load(file)
-        owner, argv = record["owner"], [word.encode() for word in record["argv"]]
+        pid, owner, argv = record["pid"], record["owner"], [word.encode() for word in record["argv"]]
         if record["boot"] != boot_id() or process_start(owner) == record["owner_start"] is not None:
             return
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{record['pid']}/cmdline", "rb") as file:
+        same = process_start(pid) == record["start"] is not None
+        if same:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:    # a script's interpreter stands before its argv
                 same = file.read().split(b"\0")[:-1][-len(argv) + 1:] == argv[1:]
-            if same and process_start(record["pid"]) == record["start"]:
-                log.warning("ending sd-server (pid %d), left behind by an earlier stadi", record["pid"])
-                os.killpg(record["pid"], signal.SIGKILL)
-        end_kin(record["pid"] if process_start(record["pid"]) == record["start"] else -1, record["token"])
+        if found := kin(pid if same else -1, record["token"]):
+            log.warning("ending sd-server (pids %s), left behind by an earlier stadi", found)
+            end_kin(pid if same else -1, record["token"])
         os.unlink(path)
     except FileNotFoundError:
         return
@@ -1280,13 +1247,16 @@ def end_orphan(folder, port):
 
 # ----- Engines ------------------------------------------------------------------------------------------------
 
-CALL_SECONDS = 5.0              # bound on one call of stadi's own to an engine
-CALL_BYTES = 16 * MIB
+CALL_SECONDS, CALL_BYTES = 5.0, 16 * MIB        # bounds on one call of stadi's own to an engine
 POLL_FIRST, POLL_LAST = 0.05, 0.5
+WARM_SECONDS = 600.0
 
 
 class Trouble(Exception):
-    """An engine that could not be asked; the text says why and what to do."""
+    """An engine that could not be asked; the text says why and what to do. answered: it is there, but not what it
+    should be, so that no waiting mends it."""
+
+    answered = False
 
 
 def call(endpoint, method, path, body=None, headers=(), seconds=CALL_SECONDS, most=CALL_BYTES):
@@ -1302,21 +1272,19 @@ def call(endpoint, method, path, body=None, headers=(), seconds=CALL_SECONDS, mo
                                                 **dict(headers)})
         answer = connection.getresponse()
         content = answer.read(most + 1)
-        if len(content) > most:
-            raise Trouble(f"{method} {path}: an answer of more than {most >> 20} MiB")
-        if answer.length:
-            raise Trouble(f"{method} {path}: the answer was cut short")
+        if len(content) > most or answer.length:
+            raise ValueError(f"the answer is longer than {most >> 20} MiB" if len(content) > most else
+                             "the answer was cut short")
         return answer.status, content
     except ConnectionRefusedError:
         raise Trouble(f"nothing listens on {endpoint}; is it running?") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
         slow = isinstance(error, TimeoutError) or late.finished.is_set()
-        raise Trouble(f"{endpoint} {method} {path}: " +
-                      (f"no answer within {seconds:g}s" if slow else str(error) or type(error).__name__)) from None
+        why = f"no answer within {seconds:g}s" if slow else getattr(error, "strerror", "") or str(error)
+        raise Trouble(f"{endpoint} {method} {path}: {why or type(error).__name__}") from None
     finally:
         late.cancel()
         connection.close()
-
 
 def parsed(content):
     """JSON, or None for what is none."""
@@ -1330,14 +1298,14 @@ class Engine:
     """What the Card and the followers ask of an engine. A new engine is a new class and one line in the wiring."""
 
     name, kind, title = "", LLM, ""
-    idle_after = None           # seconds without a hold until the card frees itself of it; None never
-    busy_limit = 0              # seconds to wait for work that only the engine knows of; 0: the waiter's limit ends it
-    fresh = False               # a new connection for each request
-    stoppable = False           # its work can be ended when nobody wants it any more
-    job_bound = 0               # seconds that one job may take; 0 none
     greeting = ""               # what it is asked once at the start
     hint = ""                   # what to say to those who wait for it
+    idle_after = None           # seconds without a hold until the card frees itself of it; None never
+    busy_limit = 0              # seconds to wait for work that only the engine knows of; 0: the waiter's limit ends it
+    job_bound = 0               # seconds that one job may take; 0 none
     jobs = ()                   # paths whose work goes on after the answer, beside other such work
+    fresh = False               # a new connection for each request
+    stoppable = False           # its work can be ended when nobody wants it any more
 
     def __init__(self, endpoint, patience=CALL_SECONDS):
         self.endpoint, self.trouble, self.patience = endpoint, "", min(patience or CALL_SECONDS, CALL_SECONDS)
@@ -1357,9 +1325,14 @@ class Engine:
             log.warning("%s: %s", self.title, trouble)
         self.trouble = trouble
 
+    def probe(self):
+        """Asked once at the start; a failure is only said."""
+        with contextlib.suppress(Trouble):
+            status, _ = self.ask("GET", self.greeting)
+            self.note("" if status == 200 else f"GET {self.greeting} gave {status}")
+
     def resident(self):
         """Whether it may have VRAM now; None when it can't be told."""
-        return None
 
     def busy(self):
         """Whether it works on something that stadi holds nothing for."""
@@ -1385,7 +1358,6 @@ class Engine:
 
     def job_of(self, path, status, body):
         """The id of the job that goes on after this answer, or None."""
-        return None
 
     def ended(self, job):
         """How that job stands: ended, running, queued, or unknown when it can't be told now."""
@@ -1395,13 +1367,7 @@ class Engine:
         """Called by its follower when it has ended, before the card is let go."""
 
     def give_up(self, job):
-        """Called when the job (None: one of unknown id) has outlived its bound, or its hold was taken away by hand."""
-
-    def probe(self):
-        """Asked once at the start; a failure is only said."""
-        with contextlib.suppress(Trouble):
-            status, _ = self.ask("GET", self.greeting)
-            self.note("" if status == 200 else f"GET {self.greeting} gave {status}")
+        """The job (None: one of unknown id) has outlived its bound, or its hold was taken away by hand."""
 
     def describe(self):
         return {"url": f"http://{self.endpoint}", "kind": self.kind, "error": self.trouble or None}
@@ -1410,39 +1376,39 @@ class Engine:
 class Router(Engine):
     """llama.cpp's router (llama-server without a model): many models, loaded on demand, unloaded by request."""
 
-    name, kind, title, greeting = "llama", LLM, "llama.cpp's router", "/models"
+    name, kind, title = "llama", LLM, "llama.cpp's router"
     HOLDING = ("loading", "loaded", "sleeping")         # a downloading model must never be unloaded: it would stop
 
     def __init__(self, endpoint, key, busy_wait, unload_wait):
         super().__init__(endpoint, unload_wait)
-        self.busy_limit, self._unload_wait = busy_wait, unload_wait
+        self.busy_limit, self._unload_wait, self._key = busy_wait, unload_wait, key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def ask(self, method, path, body=None, **bounds):
         return super().ask(method, path, body, headers=self._headers, **bounds)
 
+    def probe(self):
+        self.resident()
+
     def models(self):
         """{model's id or alias: status}. Raises Trouble when this is no router, or does not answer as one."""
         status, answer = self.ask("GET", "/models")
-        trouble = ""
+        rows, trouble = answer.get("data") if isinstance(answer, dict) else None, ""
         if status == 401:
-            trouble = "it wants its --api-key: set -llm-key (STADI_LLM_KEY)"
-        elif status != 200 or not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
+            trouble = ("it refuses the key in -llm-key (STADI_LLM_KEY)" if self._key else
+                       "it wants its --api-key: set -llm-key (STADI_LLM_KEY)")
+        elif status != 200 or not isinstance(rows, list):
             trouble = f"GET /models gave {status} and no list of models: is it llama-server in router mode?"
-        elif not all(isinstance(row, dict) and isinstance(row.get("status"), dict) for row in answer["data"]):
+        elif not all(isinstance(row, dict) and isinstance(row.get("status"), dict) for row in rows):
             trouble = ("it was started with a model, so it can't be asked to give the card back: start llama-server"
                        " without -m (router mode)")
         self.note(trouble)
         if trouble:
-            raise Trouble(trouble)
-        found = {}
-        for row in answer["data"]:
-            aliases = row.get("aliases") if isinstance(row.get("aliases"), list) else []
-            found.update({str(name): row["status"].get("value") for name in (row.get("id"), *aliases) if name})
-        return found
-
-    def probe(self):
-        self.resident()
+            error = Trouble(trouble)
+            error.answered = True
+            raise error
+        return {str(name): row["status"].get("value") for row in rows
+                for name in (row.get("id"), *(row.get("aliases") or ())) if name}
 
     def _having(self, *statuses):
         return [name for name, status in self.models().items() if status in statuses]
@@ -1456,12 +1422,14 @@ class Router(Engine):
         """Generations outlive connections. Only `loaded` models are asked: asking a sleeping one wakes it."""
         with contextlib.suppress(Trouble):
             for name in self._having("loaded"):
-                query = urllib.parse.urlencode({"model": name, "autoload": "false"})
-                status, slots = self.ask("GET", f"/slots?{query}")
-                if status == 200 and isinstance(slots, list):
-                    if any(isinstance(slot, dict) and slot.get("is_processing") for slot in slots):
-                        return True
+                status, slots = self.slots(name)
+                if status == 200 and isinstance(slots, list) and any(
+                        isinstance(slot, dict) and slot.get("is_processing") for slot in slots):
+                    return True
         return False
+
+    def slots(self, name):
+        return self.ask("GET", "/slots?" + urllib.parse.urlencode({"model": name, "autoload": "false"}))
 
     def evict(self):
         asked, end, pause = set(), time.monotonic() + self._unload_wait, POLL_FIRST
@@ -1525,8 +1493,7 @@ class Sd(Engine):
     def __init__(self, endpoint, argv, folder, idle_after, load_wait, render_wait):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._load_wait = idle_after or None, render_wait, load_wait
-        self._argv, self._folder = argv, folder
-        self.child, self.results, self._closed = None, Results(), False
+        self._argv, self._folder, self.child, self.results, self._closed = argv, folder, None, Results(), False
 
     @property
     def up(self):
@@ -1534,8 +1501,12 @@ class Sd(Engine):
 
     @property
     def serving(self):
+        """Up, loaded, and not on its way out."""
         child = self.child
         return child is not None and child.ready and child.alive and process_start(child.pid) is not None
+
+    def probe(self):
+        """It is a child: nothing is there yet."""
 
     def resident(self):
         return self.up
@@ -1552,7 +1523,7 @@ class Sd(Engine):
         return Eviction(True, True)
 
     def close(self):
-        """Stop the child for good: stadi ends."""
+        """Stop the child for good: stadi ends. True when it is gone."""
         self._closed = True
         return not self.child or self.child.stop(1.5, 2.0)
 
@@ -1569,14 +1540,13 @@ class Sd(Engine):
             self.child = Child(self._argv, self.endpoint.port, self._folder)
             log.info("sd-server started: pid %d, log %s", self.child.pid, self.child.log_file)
             self._await(self.child, cancelled)
-        except SpawnError as error:
+        except (SpawnError, GivenUp) as error:
             if self.child:
                 self.child.stop()
+            if isinstance(error, GivenUp):
+                raise
             self.note(str(error))
             raise Refused(502, f"sd-server did not start: {error}", "engine_error") from None
-        except GivenUp:
-            self.child.stop()
-            raise
         self.note("")
         return True
 
@@ -1585,8 +1555,7 @@ class Sd(Engine):
         end, pause = time.monotonic() + self._load_wait, 0.02
         while True:
             if child.gone.wait(pause):
-                lines = "; ".join(line.strip() for line in child.tail()[-5:])
-                raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {lines or 'its log is empty'}")
+                raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
             if cancelled.is_set():
                 raise GivenUp
             if self._closed:
@@ -1623,9 +1592,6 @@ class Sd(Engine):
     def give_up(self, job):
         self.evict()
 
-    def probe(self):
-        """It is a child: nothing is there yet."""
-
     def describe(self):
         child = self.child if self.up else None
         return {**super().describe(), "pid": child and child.pid, "ready": self.serving,
@@ -1637,7 +1603,6 @@ class Ollama(Engine):
     """Ollama: an unload is answered before it happens, and a model that is being loaded is not in /api/ps."""
 
     name, kind, title, greeting = "ollama", LLM, "Ollama", "/api/version"
-    NOW = ("0", "0s")                                   # keep_alive's zero as a string; as a number any zero
     UNLOAD = {"/api/generate": ("prompt", ""), "/api/chat": ("messages", [])}
 
     def __init__(self, endpoint, unload_timeout):
@@ -1651,7 +1616,7 @@ class Ollama(Engine):
             self.note(f"GET /api/ps gave {status} and no list of models")
             raise Trouble(self.trouble)
         self.note("")
-        return [str(row.get("name")) for row in models if isinstance(row, dict) and row.get("name")]
+        return [str(row["name"]) for row in models if isinstance(row, dict) and row.get("name")]
 
     def resident(self):
         with contextlib.suppress(Trouble):
@@ -1660,17 +1625,16 @@ class Ollama(Engine):
 
     def evict(self):
         asked, empty, end, pause = set(), 0, time.monotonic() + self._unload_timeout, 2 * POLL_FIRST
-        note = ""
         while True:
             try:
                 loaded = self._loaded()
                 empty = 0 if loaded else empty + 1      # a reload with other options is empty for a moment
                 if empty == (2 if asked else 1):
                     return Eviction(bool(asked), True)
-                for name in loaded:
-                    if name not in asked:
-                        asked.add(name)
-                        self._unload(name)
+                for name in [name for name in loaded if name not in asked]:
+                    asked.add(name)
+                    if not 200 <= self.ask("POST", "/api/generate", {"model": name, "keep_alive": 0})[0] < 300:
+                        self.ask("POST", "/api/embed", {"model": name, "input": "x", "keep_alive": 0})    # old servers
                 note = f"{self.title} still has {', '.join(loaded)} after {self._unload_timeout:g}s (-unload-timeout)"
             except Trouble as error:
                 note = f"{self.title} could not be unloaded: {error}"
@@ -1680,10 +1644,6 @@ class Ollama(Engine):
                 return Eviction(bool(asked), False, note + "; went on")
             time.sleep(pause)
             pause = min(POLL_LAST, pause * 1.5)
-
-    def _unload(self, name):
-        if not 200 <= self.ask("POST", "/api/generate", {"model": name, "keep_alive": 0})[0] < 300:
-            self.ask("POST", "/api/embed", {"model": name, "input": "x", "keep_alive": 0})  # old servers, embedding models
 
     def spares(self, path, request, body):
         """The unload form, and cloud models, if the body is small, plain and can be read in one way only (Go's reader
@@ -1698,21 +1658,18 @@ class Ollama(Engine):
         if not isinstance(model, str):
             return False
         tag = model.rpartition(":")[2] if ":" in model else ""
-        if tag == "cloud" or tag.endswith("-cloud") and "/" not in tag:
-            return True
         key, nothing = self.UNLOAD.get(path, (None, None))
         keep = value.get("keep_alive")
-        zero = keep in self.NOW if isinstance(keep, str) else type(keep) in (int, float) and keep == 0
-        return bool(key and zero and value.get(key, nothing) == nothing and
-                    set(value) <= {"model", "keep_alive", "stream", key})
+        zero = keep in ("0", "0s") if isinstance(keep, str) else type(keep) in (int, float) and keep == 0
+        return tag == "cloud" or tag.endswith("-cloud") and "/" not in tag or bool(
+            key and zero and value.get(key, nothing) == nothing and set(value) <= {"model", "keep_alive", "stream", key})
 
     def warm(self, card, hold, model):
         """Load a model as work that nobody waits for: cut as soon as a request for another engine waits."""
-        connection = http.client.HTTPConnection(self.endpoint.host, self.endpoint.port, timeout=CALL_SECONDS)
+        connection = http.client.HTTPConnection(self.endpoint.host, self.endpoint.port, timeout=WARM_SECONDS)
         hold.on_revoke = lambda: connection.sock and connection.sock.shutdown(socket.SHUT_RDWR)
         try:
             connection.connect()
-            connection.sock.settimeout(WARM_SECONDS)
             if not hold.revoked:
                 connection.request("POST", "/api/generate", json.dumps({"model": model, "keep_alive": -1}))
                 answer = connection.getresponse()
@@ -1724,9 +1681,6 @@ class Ollama(Engine):
         finally:
             connection.close()
             card.release(hold)
-
-
-WARM_SECONDS = 600.0
 
 
 def _unambiguous(pairs):
@@ -1742,12 +1696,13 @@ class Comfy(Engine):
 
     name, kind, title, greeting = "comfy", IMAGE, "ComfyUI", "/system_stats"
     FREE = {"unload_models": True, "free_memory": True}
+    LONG = {"seconds": 30, "most": 4 * CALL_BYTES}      # loading a model blocks its HTTP; a queue can be megabytes
+    hint = ("; if a node of its workflow asked for this, it waits for itself: point the node, and OLLAMA_HOST of Ollama"
+            " itself, at Ollama's own address instead of stadi's")
 
     def __init__(self, endpoint, keep, job_timeout, used):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
-        self.hint = ("; if a node of its workflow asked for this, it waits for itself: point the node, and OLLAMA_HOST of"
-                     " Ollama itself, at Ollama's own address instead of stadi's")
         self._freed = self._was_freed = False           # a confirmed /free, and no job since
         self._asked_free, self._before = False, None    # a /free since the last job; bytes used before it
         self._stuck_since = None
@@ -1764,13 +1719,13 @@ class Comfy(Engine):
 
     def _queue(self):
         """(ids running, ids waiting). Raises Trouble."""
-        answer = self.ask("GET", "/queue", seconds=30, most=4 * CALL_BYTES)[1]
+        answer = self.ask("GET", "/queue", **self.LONG)[1]
         try:
             return tuple([str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending"))
         except (KeyError, IndexError, TypeError):
             raise Trouble("GET /queue gave no queue") from None
 
-    def _busy(self):
+    def _working(self):
         """Whether its queue has work, apart from what was given up. Raises Trouble."""
         if self.given_up:
             ids = sum(self._queue(), [])
@@ -1784,13 +1739,13 @@ class Comfy(Engine):
 
     def busy(self):
         with contextlib.suppress(Trouble):
-            return self._busy()
+            return self._working()
         return False
 
     def resident(self):
         """Work that reached it past stadi fills the card as well."""
         try:
-            if self._busy():
+            if self._working():
                 self._freed = self._asked_free = False
             self.note("")
         except Trouble:
@@ -1798,9 +1753,9 @@ class Comfy(Engine):
         return not self._freed
 
     def evict(self):
-        if self._asked_free:
-            return Eviction(True, True, before=self._before)
         try:
+            if self._asked_free:
+                return Eviction(True, True, before=self._before)
             self._free()
             return Eviction(True, True)
         except Trouble as error:
@@ -1832,22 +1787,22 @@ class Comfy(Engine):
         return str(job) if job and re.fullmatch(r"[\w.:-]{1,200}", str(job)) else None
 
     def ended(self, job):
-        """Once accepted, a job is in the queue or in the history, unless it was deleted or the process died."""
+        """Once accepted, a job is in the queue or in the history, unless it was deleted or the process died. Its clock
+        runs from the acceptance."""
         name = urllib.parse.quote(job, safe="")
         try:
             for last in (False, True):
-                status, history = self.ask("GET", f"/history/{name}", seconds=30, most=4 * CALL_BYTES)
+                status, history = self.ask("GET", f"/history/{name}", **self.LONG)
                 if status != 200 or not isinstance(history, dict):
                     return "unknown"
                 if job in history:
                     return "ended"
-                if not last:
-                    running, pending = self._queue()
-                    if job in running + pending:
-                        self._stuck_since = None if running else self._stuck_since or time.monotonic()
-                        stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
-                        self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
-                        return "unknown"                # its clock runs from the acceptance
+                running, pending = ((), ()) if last else self._queue()
+                if job in running or job in pending:
+                    self._stuck_since = None if running else self._stuck_since or time.monotonic()
+                    stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
+                    self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
+                    return "unknown"
         except Trouble:
             return "unknown"
         return "ended"
@@ -1892,7 +1847,6 @@ def follow(card, hold):
         pause = min(POLL_LAST, pause * 1.5)
     card.release(hold)
     say_job("card let go", engine, job)
-
 
 def say_job(what, engine, job):
     log.info("image job: %s", what, extra={"fields": {"engine": engine.name, "prompt_id": job}})
@@ -2291,9 +2245,8 @@ class Answer(Head):
                 raise BadMessage("the engine's answer has no clean head")
             more = self._sock.recv(65536)
             if not more:
-                raise ConnectionResetError("it closed the connection before its answer" if not data else
-                                           "it closed the connection in the middle of its answer's head")
-            data += more
+                raise ConnectionResetError("it closed the connection before its answer was there")
+            data = data + more if data else more
         self.rest = data[end + 4:]
         return data[:end + 4]
 
@@ -2306,23 +2259,31 @@ class Answer(Head):
 SMALL, LARGE = 64 * 1024, 1 << 20       # bytes of one recv; LARGE once a body is known to be long
 SPOOL_BYTES = 4 * MIB                   # of a body kept in memory while its request waits
 COPY_BYTES = 4 * MIB                    # of an answer that is looked at for a job's id
-CONNECT_SECONDS = 5.0
-LINGER_SECONDS = 2.0
+CONNECT_SECONDS, LINGER_SECONDS, VANISHED_SECONDS = 5.0, 2.0, 60
 SLOW_SECONDS, SLOW_BYTES = 10.0, 640 * 1024     # a body that holds the card brings that much in that time
 REUSE_SECONDS = 2.0                     # an idle connection to an engine older than that carries no POST
 RESET = struct.pack("ii", 1, 0)         # SO_LINGER: close by RST
-
 
 def bound_socket(sock, receive, send):
     """Blocking, without Nagle, with limits in seconds (0: none) kept by the kernel, and dead peers noticed."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, VANISHED_SECONDS * 1000)
     for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
         if seconds:
-            sock.setsockopt(socket.SOL_SOCKET, option,
-                            struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+def ready(seconds, *wanted):
+    """{file descriptor: events} of the (socket, events) that are ready within that time; 0 and less only looks."""
+    poller = select.poll()
+    for sock, events in wanted:
+        poller.register(sock, events)
+    return dict(poller.poll(max(0.0, seconds) * 1000))
+
+def readable(sock, seconds):
+    """Whether the socket has something to read, or has ended."""
+    return bool(ready(seconds, (sock, select.POLLIN)))
 
 
 class Client:
@@ -2345,7 +2306,7 @@ class Client:
         if action := self._action:
             action()
 
-    def recv(self, size=SMALL):
+    def recv(self, size=4 * SMALL):
         """More of a body; b"" when it closed. Raises BadMessage(408) when it stalls, Gone when it was reset."""
         if not readable(self.sock, self.stall):
             raise BadMessage(f"nothing came for {self.stall:g}s in the middle of a body (-stall)", 408)
@@ -2375,9 +2336,8 @@ class Client:
         data, started = self.buf, 0.0
         while (end := data.find(b"\r\n\r\n")) < 0:
             if data:
-                self.unread = True
+                self.unread, started = True, started or time.monotonic()
                 _still_a_head(data)
-                started = started or time.monotonic()
                 if not readable(self.sock, started + HEAD_SECONDS - time.monotonic()):
                     raise BadMessage(f"the head was not complete within {HEAD_SECONDS:g}s", 408)
             try:
@@ -2388,16 +2348,12 @@ class Client:
                 if data:
                     raise BadMessage("the head was cut short")
                 return None
-            data += more
+            self.buf = data = data + more if data else more
+        if end > HEAD_BYTES:
+            self.unread = True
+            raise BadMessage("the head is too large", 414 if data.find(b"\r\n") > HEAD_BYTES else 431)
         self.buf = data[end + 4:]
         return data[:end + 4]
-
-
-def readable(sock, seconds):
-    """Whether the socket has something to read, or has ended, within that time; 0 seconds and less only looks."""
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    return bool(poller.poll(max(0.0, seconds) * 1000))
 
 
 def _still_a_head(data):
@@ -2432,15 +2388,9 @@ class Watcher:
             for number, _ in self._epoll.poll():
                 client = self._clients.get(number)
                 with contextlib.suppress(OSError, ValueError):
-                    if client and self._has_left(client):
+                    # asked again, since the event may be that of an earlier socket with this number
+                    if client and ready(0, (client.sock, select.POLLRDHUP)):
                         client.leaves()
-
-    @staticmethod
-    def _has_left(client):
-        """Asked again, since the event may be that of an earlier socket with this number."""
-        poller = select.poll()
-        poller.register(client.sock, select.POLLRDHUP)
-        return bool(poller.poll(0))
 
 
 class Spool:
@@ -2451,21 +2401,18 @@ class Spool:
 
     def add(self, block):
         self.size += len(block)
-        self._parts.append(bytes(block))
+        self._parts.append(block)
         if self.size > SPOOL_BYTES:
-            self._spill()
-
-    def _spill(self):
-        try:
-            if self._file is None:
-                import tempfile                 # rarely needed, and slow to import
-                self._file = tempfile.TemporaryFile(buffering=0)
-            for part in self._parts:
-                self._file.write(part)
-        except OSError as error:
-            raise Refused(507, f"the body cannot be kept while it waits: {error.strerror}; free some disk (TMPDIR)",
-                          "insufficient_storage") from None
-        self._parts = []
+            try:
+                if self._file is None:
+                    import tempfile                 # rarely needed, and slow to import
+                    self._file = tempfile.TemporaryFile(buffering=0)
+                for part in self._parts:
+                    self._file.write(part)
+                self._parts = []
+            except OSError as error:
+                raise Refused(507, f"the body cannot be kept while it waits: {error.strerror}; free some disk (TMPDIR)",
+                              "insufficient_storage") from None
 
     def whole(self):
         """All bytes, where they are few; else None."""
@@ -2494,7 +2441,7 @@ def body_blocks(client, framing, wait=lambda: True):
                 continue
         if not wait():
             return
-        more = client.recv(4 * SMALL)
+        more = client.recv()
         if not more:
             raise Gone
         client.buf += more
@@ -2506,7 +2453,7 @@ class Upstream(http.client.HTTPConnection):
     response_class = Answer
 
     def __init__(self, engine, stall):
-        super().__init__(engine.endpoint.host, engine.endpoint.port, timeout=CONNECT_SECONDS)
+        super().__init__(engine.endpoint.host, engine.endpoint.port)
         self.engine, self.stall, self.idle_since = engine, stall, 0.0
 
     def connect(self):
@@ -2517,14 +2464,14 @@ class Upstream(http.client.HTTPConnection):
                                f"{error.strerror or error}; is it running?", "engine_error") from None
         if self.sock.getsockname() == self.sock.getpeername():      # in the ephemeral range a connect can meet itself
             self.close()
-            raise Refused(502, f"nothing listens on {self.engine.endpoint}", "engine_error")
+            raise Refused(502, f"nothing listens on {self.engine.endpoint}; is it running?", "engine_error")
         bound_socket(self.sock, 0, self.stall)
 
     def getresponse(self, method, interim):
         return self.response_class(self.sock, method, interim).begin()
 
     def fits(self, method):
-        """Whether the kept connection may carry this: an engine may close it at the same moment, and no POST is resent."""
+        """Whether the kept connection may carry this: an engine may close it at any moment, and no POST is resent."""
         young = time.monotonic() - self.idle_since < REUSE_SECONDS
         return self.sock is not None and (young or method in READS) and not readable(self.sock, 0)
 
@@ -2539,16 +2486,15 @@ class Cut(Exception):
 
 
 class Exchange:
-    """One request's way to its engine and back. keeps: the client's leaving does not end it (a render goes on anyway,
-    and only its connection tells when it ends)."""
+    """One request's way to its engine and back. on_left: what a client's leaving leads to instead of the exchange's end
+    (a render goes on anyway, and only its connection tells when it ends)."""
 
-    def __init__(self, client, request, forwarded, hold=None, card=None):
-        self.client, self.request, self.forwarded, self.hold, self.card = client, request, forwarded, hold, card
-        self.keeps = hold is not None and hold.engine.kind == IMAGE
+    def __init__(self, client, request, forwarded, hold=None, on_left=None):
+        self.client, self.request, self.forwarded, self.hold, self.on_left = client, request, forwarded, hold, on_left
         self.status, self.copied, self.upstream = 0, [], None
         self.sent = False                   # the answer's head is on its way to the client
         self.keep = request.keep            # the client's connection may go on
-        self.expired = False                # -render-wait is over
+        self.expired = False                # the hold's job_bound is over
         self._clients_fault = False         # what was wrong came from the client
         self._ends_bare = False             # the client takes the connection's end for the answer's
         self._slow_since, self._slow_bytes = 0.0, 0
@@ -2559,15 +2505,12 @@ class Exchange:
         self.upstream = upstream
         if self.hold:
             self.hold.on_revoke = upstream.abort
-        self.client.on_leave(self._left)
+        self.client.on_leave(self.on_left or upstream.abort)
         try:
-            try:
-                answer = self._ask(spool)
-                if answer.status == 101:
-                    return self._upgrade(answer)
-                return self._deliver(answer)
-            except (OSError, Cut, BadMessage) as error:
-                raise self._failure(error) from None
+            answer = self._ask(spool)
+            return self._upgrade(answer) if answer.status == 101 else self._deliver(answer)
+        except (OSError, Cut, BadMessage) as error:
+            raise self._failure(error) from None
         finally:
             self.client.on_leave(None)
 
@@ -2575,14 +2518,9 @@ class Exchange:
         self.expired = True
         self.upstream.abort()
 
-    def _left(self):
-        if not self.keeps:
-            self.upstream.abort()
-        elif self.card:
-            self.card.reconsider(self.hold)
-
     def _failure(self, error):
         """What an exchange that broke raises, from what is known of why."""
+        title, why = self.upstream.engine.title, str(error) or type(error).__name__
         if self._clients_fault:
             return error
         if self.expired:
@@ -2592,10 +2530,9 @@ class Exchange:
         elif self.client.left:
             return Gone()
         else:
-            title = self.upstream.engine.title
-            failure = Refused(502, f"{title}: {error if str(error) else type(error).__name__}", "engine_error")
+            failure = Refused(502, f"{title}: {why}", "engine_error")
         if self.sent:
-            log.warning("an answer of %s to %s broke off: %s", self.upstream.engine.title, self.request.method, failure)
+            log.warning("an answer of %s to %s broke off: %s", title, self.request.method, failure)
             if self._ends_bare:
                 self.client.reset()
             return Cut()
@@ -2606,26 +2543,22 @@ class Exchange:
     def _ask(self, spool):
         upstream, request = self.upstream, self.request
         head = request.upstream_head(self.forwarded, upstream.engine.fresh)
-        kept = upstream.sock is not None
-        if not kept:
-            upstream.connect()
-        if self.client.left and not self.keeps:
-            raise Gone
         whole = spool.whole() if request.body.done else None
-        try:
-            if whole is not None:
-                upstream.send(head + whole)
-            else:
-                upstream.send(head)
-                self._upload(spool)
-            return upstream.getresponse(request.method, self._interim)
-        except OSError:
-            if not (kept and request.method in READS) or self.client.left:
-                raise
-        upstream.close()                    # it had closed while idle: a GET may be sent again
-        upstream.connect()
-        upstream.send(head)
-        return upstream.getresponse(request.method, self._interim)
+        for again in (True, False):
+            kept = upstream.sock is not None
+            if not kept:
+                upstream.connect()
+            if self.client.left and not self.on_left:
+                raise Gone
+            try:
+                upstream.send(head if whole is None else head + whole)
+                if whole is None:
+                    self._upload(spool)
+                return upstream.getresponse(request.method, self._interim)
+            except OSError:                 # it had closed while idle: a GET may be sent again, once
+                if not (again and kept and request.method in READS) or self.client.left:
+                    raise
+                upstream.close()
 
     def _interim(self, head):
         if self.request.minor:
@@ -2634,24 +2567,19 @@ class Exchange:
     def _upload(self, spool):
         """Send the body, watching for an answer that comes before its end."""
         self._slow_since = time.monotonic()
-        for block in spool.blocks():
-            if not self._push(block):
-                return self._early()
-        if not self.request.body.done:
+        early = not all(map(self._push, spool.blocks()))
+        if not early and not self.request.body.done:
             try:
                 for block in body_blocks(self.client, self.request.body, self._wait_for_body):
                     self._slow_bytes += len(block)
                     if not self._push(block):
                         break
             except (Gone, BadMessage):
-                self._clients_fault, self.keeps = True, False       # no whole request reached the engine
+                self._clients_fault, self.on_left = True, None      # no whole request reached the engine
                 raise
-            if not self.request.body.done:
-                return self._early()
-        return None
-
-    def _early(self):
-        self.keep, self.client.unread = False, True
+            early = not self.request.body.done
+        if early:
+            self.keep, self.client.unread = False, True
 
     def _push(self, block):
         """Send all of it; False as soon as the engine answers, or reads no further."""
@@ -2662,13 +2590,11 @@ class Exchange:
             try:
                 view = view[sock.send(view, socket.MSG_DONTWAIT):]
             except BlockingIOError:
-                poller = select.poll()
-                poller.register(sock, select.POLLIN | select.POLLOUT)
-                events = poller.poll(self.client.stall * 1000)
+                events = ready(self.client.stall, (sock, select.POLLIN | select.POLLOUT))
                 if not events:
                     raise Refused(504, f"{self.upstream.engine.title} took nothing of the body for"
                                        f" {self.client.stall:g}s", "timeout") from None
-                if events[0][1] & select.POLLIN:
+                if events[sock.fileno()] & select.POLLIN:
                     return False
             except OSError:
                 return False                # its answer may be there to read
@@ -2676,64 +2602,58 @@ class Exchange:
 
     def _wait_for_body(self):
         """Wait for the client's next bytes; False when the engine has something to say first."""
-        poller = select.poll()
-        poller.register(self.client.sock, select.POLLIN)
-        poller.register(self.upstream.sock, select.POLLIN)
         seconds = min(self.client.stall, SLOW_SECONDS) if self.hold else self.client.stall
-        ready = poller.poll(seconds * 1000)
-        if self.hold and (late := time.monotonic() - self._slow_since) >= SLOW_SECONDS:
+        events = ready(seconds, (self.client.sock, select.POLLIN), (self.upstream.sock, select.POLLIN))
+        if self.hold and time.monotonic() - self._slow_since >= SLOW_SECONDS:
             if self._slow_bytes < SLOW_BYTES:
-                raise BadMessage(f"the body came with less than {SLOW_BYTES} bytes in {late:.0f}s, while it held the"
-                                 " card", 408)
+                raise BadMessage(f"the body came with less than {SLOW_BYTES} bytes in {SLOW_SECONDS:g}s, while it held"
+                                 " the card", 408)
             self._slow_since, self._slow_bytes = time.monotonic(), 0
-        if not ready and not self.hold:
-            return True                     # recv tells that it stalled
-        return self.upstream.sock.fileno() not in (number for number, _ in ready)
+        return self.upstream.sock.fileno() not in events        # without any: recv tells that it stalled
 
     # -- to the client --
 
     def _to_client(self, data):
-        """A client that left gets nothing more; whether that ends the exchange depends on `keeps`."""
-        if not (self.client.left and self.keeps):
+        """A client that left gets nothing more; whether that ends the exchange depends on on_left."""
+        if not (self.client.left and self.on_left):
             try:
                 self.client.send(data)
             except Gone:
-                if not self.keeps:
+                if not self.on_left:
                     raise
 
     def _head(self, answer):
+        chunked = isinstance(answer.body, Chunked)
         lines = [b"HTTP/1.1 ", answer.line, b"\r\n", answer.fields]
-        if isinstance(answer.body, Chunked) and self.request.minor:
+        if chunked and self.request.minor:
             lines.append(b"Transfer-Encoding: chunked\r\n")
-        self.keep = self.keep and not isinstance(answer.body, UntilEnd) and (
-            self.request.minor == 1 or not isinstance(answer.body, Chunked))
-        if not self.keep:
-            lines.append(b"Connection: close\r\n")
-        lines.append(b"\r\n")
+        self._ends_bare = isinstance(answer.body, UntilEnd) or chunked and not self.request.minor
+        self.keep = self.keep and not self._ends_bare
+        lines.append(b"\r\n" if self.keep else b"Connection: close\r\n\r\n")
         return b"".join(lines)
 
     def _deliver(self, answer):
-        self.status, body, data = answer.status, answer.body, answer.rest
+        self.status, body, data, copied = answer.status, answer.body, answer.rest, 0
         pending = self._head(answer)                # the head goes with the first bytes of the body, or before a wait
-        bare = isinstance(body, Chunked) and not self.request.minor     # HTTP/1.0 knows no chunks
-        self._ends_bare = bare or isinstance(body, UntilEnd)
-        looks = self.keeps and self.status in (200, 202)
-        copied = 0
+        chunked = isinstance(body, Chunked)
+        bare = chunked and not self.request.minor   # HTTP/1.0 knows no chunks
+        looks = self.on_left and self.status in (200, 202)
         while True:
-            payload = [] if bare or looks and isinstance(body, Chunked) else None
+            payload = [] if chunked and (bare or looks) else None
             count = body.feed(data, payload) if payload is not None else body.feed(data)
             block, data = data[:count], data[count:]
             if looks and copied <= COPY_BYTES:
                 self.copied += [block] if payload is None else payload
                 copied += count
-            out = b"".join(payload) if bare else block
-            if pending or out:
+            if bare:
+                block = b"".join(payload)
+            if pending or block:
                 self.sent = True
-                self._to_client(pending + out if pending else out)
+                self._to_client(pending + block)
                 pending = b""
             if body.done:
-                break
-            if not data and payload is None and not looks and isinstance(body, Sized) and body.left > LARGE:
+                return not data and not answer.closes
+            if not (data or looks) and isinstance(body, Sized) and body.left > LARGE:
                 self._pump(body)
             more = self.upstream.sock.recv(SMALL)
             if not more:
@@ -2741,7 +2661,6 @@ class Exchange:
                     return False
                 raise Cut("its answer was cut short")
             data = data + more if data else more
-        return not data and not answer.closes
 
     def _broken(self):
         """Whether an end of the connection was brought about from this side."""
@@ -2749,10 +2668,9 @@ class Exchange:
 
     def _pump(self, body):
         """The bulk of a long body of known length, through one buffer."""
-        buffer = bytearray(LARGE)
-        view, sock = memoryview(buffer), self.upstream.sock
+        view, sock = memoryview(bytearray(LARGE)), self.upstream.sock
         while body.left > LARGE:
-            count = sock.recv_into(buffer)
+            count = sock.recv_into(view)
             if not count:
                 raise Cut("its answer was cut short")
             self._to_client(view[:body.feed(view[:count])])
@@ -2764,8 +2682,7 @@ class Exchange:
         self.client.on_leave(None)                  # a half-close is carried over
         self.client.send(b"HTTP/1.1 " + answer.line + b"\r\n" + answer.fields +
                          b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + answer.rest)
-        first, self.client.buf = self.client.buf, b""
-        tunnel(self.client.sock, self.upstream.sock, first)
+        tunnel(self.client.sock, self.upstream.sock, self.client.buf)
         return False
 
 
@@ -2776,21 +2693,15 @@ def tunnel(client, engine, first=b""):
     ended, shut = set(), set()
     try:
         while len(shut) < 2:
-            poller = select.poll()
+            wants = [(source, (0 if waiting[number] or number in ended else select.POLLIN) |
+                      (select.POLLOUT if waiting[sink.fileno()] else 0)) for number, (source, sink) in ways.items()]
+            ready(1e6, *((sock, events) for sock, events in wants if events))
             for number, (source, sink) in ways.items():
-                wants = 0 if waiting[number] or number in ended else select.POLLIN
-                wants |= select.POLLOUT if waiting[sink.fileno()] else 0
-                if wants:
-                    poller.register(source, wants)
-            poller.poll()
-            for number, (source, sink) in ways.items():
-                if not waiting[number] and number not in ended:
-                    with contextlib.suppress(BlockingIOError):
+                with contextlib.suppress(BlockingIOError):
+                    if not waiting[number] and number not in ended:
                         waiting[number] = source.recv(SMALL, socket.MSG_DONTWAIT)
-                        if not waiting[number]:
-                            ended.add(number)
-                if waiting[number]:
-                    with contextlib.suppress(BlockingIOError):
+                        ended.update(() if waiting[number] else (number,))
+                    if waiting[number]:
                         waiting[number] = waiting[number][sink.send(waiting[number], socket.MSG_DONTWAIT):]
                 if number in ended and number not in shut and not waiting[number]:
                     shut.add(number)
@@ -2811,16 +2722,15 @@ class LogFormat(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record):
-        message = record.getMessage()
+        message, fields = record.getMessage(), getattr(record, "fields", {})
         if record.exc_info:
             message += " | " + self.formatException(record.exc_info)
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03d}"
         if self._as_json:
-            return json.dumps({"time": at, "level": record.levelname, "msg": message,
-                               **getattr(record, "fields", {})})
-        fields = "".join(f" {key}={json.dumps(value) if isinstance(value, (str, list)) else value}"
-                         for key, value in getattr(record, "fields", {}).items())
-        return re.sub(r"[\x00-\x1f\x7f]+", " ", f"{at} {record.levelname:7} {message}{fields}")
+            return json.dumps({"time": at, "level": record.levelname, "msg": message, **fields})
+        words = "".join(f" {key}={json.dumps(value) if isinstance(value, (str, list)) else value}"
+                        for key, value in fields.items())
+        return re.sub(r"[\x00-\x1f\x7f]+", " ", f"{at} {record.levelname:7} {message}{words}")
 
 
 def start_log(level, form):
@@ -2829,99 +2739,6 @@ def start_log(level, form):
     logging.raiseExceptions = False             # a full disk must not end anything
     log.addHandler(handler)
     log.setLevel(level.upper())
-
-
-class Eyes:
-    """What people and programs look at. Everything shown is asked for at that moment, never kept beside its owner."""
-
-    def __init__(self, settings):
-        self.settings, self.started = settings, time.monotonic()
-        self.card = self.vram = None            # set by main: the card tells the eyes, and the eyes ask the card
-        self.engines = {}
-        self._lock, self._requests, self._moves = threading.Lock(), collections.Counter(), collections.Counter()
-        self._jobs, self._spans = 0, {}         # image holds; histogram name -> its Histogram
-
-    def _observe(self, name, seconds):
-        self._spans.setdefault(name, Histogram()).add(seconds)
-
-    def tell(self, event, **fields):
-        """Told by the card, under its lock, at every transition."""
-        if event == "grant":
-            self._jobs += fields["kind"] == IMAGE
-            self._observe(f'gpu_turnstile_lock_wait_seconds{{kind="{fields["kind"]}"}}', fields["waited"])
-        if event == "handover":
-            for phase in ("drain", "evict", "vram", "start"):
-                self._observe(f'stadi_handover_seconds{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
-            if fields["from"]:
-                self._observe("gpu_turnstile_unload_seconds", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
-            self._moves[fields["from"] or "none", fields["to"] or "none"] += 1
-            shown = {key: value for key, value in fields.items() if value not in (None, [], "") and key != "at"}
-            log.info("hand-over", extra={"fields": shown})
-        elif log.isEnabledFor(logging.DEBUG):
-            log.debug(event, extra={"fields": {key: round(value, 3) if isinstance(value, float) else value
-                                               for key, value in fields.items()}})
-
-    def count(self, front, kind, status):
-        with self._lock:
-            self._requests[front, kind, status] += 1
-
-    def status(self):
-        """The whole state as a dict for JSON; never waits for an engine, and for the card's meter a moment at most."""
-        card, sd = self.card.snapshot(), self.engines.get("sd")
-        reading = self.vram.meter.read(0.25) or self.vram.meter.last
-        resident = {name: card["resident"].get(name) for name in self.engines}
-        if sd:
-            resident["sd"] = sd.up
-        return {
-            "version": VERSION, "uptime_s": time.monotonic() - self.started, **card, "resident": resident,
-            "vram": {"used": reading and reading.used, "total": reading and reading.total, "floor": self.vram.floor,
-                     "source": self.vram.meter.source, "error": self.vram.meter.error or None},
-            "sd_child_up": bool(sd and sd.up), "sd": sd and sd.describe(),
-            "engines": {name: engine.describe() for name, engine in self.engines.items()},
-            "given_up": list(getattr(self.engines.get("comfy"), "given_up", ())),
-        }
-
-    def health(self):
-        card = self.card.snapshot()
-        pending = bool(card["in_flight"][IMAGE] or any(row["kind"] == IMAGE for row in card["waiting"]))
-        return {"state": card["state"], "llm_inflight": card["in_flight"][LLM], "image_pending": pending}
-
-    def metrics(self):
-        """Prometheus' text format 0.0.4."""
-        status = self.status()
-        waiting = collections.Counter(row["kind"] for row in status["waiting"])
-        holder = (status["holder"] or {}).get("engine")
-        with self._lock:
-            requests = [((front, kind, code), count) for (front, kind, code), count in self._requests.items()]
-        families = (
-            ("gpu_turnstile_state", "gauge", "1 for the state that the card is in",
-             [(f'{{state="{state}"}}', int(status["state"] == state)) for state in ("idle", LLM, IMAGE)]),
-            ("gpu_turnstile_llm_inflight", "gauge", "LLM requests that hold the card", [("", status["in_flight"][LLM])]),
-            ("gpu_turnstile_image_jobs_total", "counter", "image jobs that were given the card", [("", self._jobs)]),
-            ("gpu_turnstile_lock_wait_seconds", "histogram", "from a request's arrival to its hold", None),
-            ("gpu_turnstile_unload_seconds", "histogram", "from an eviction's start to the VRAM's return", None),
-            ("stadi_build_info", "gauge", "the version that runs", [(f'{{version="{VERSION}"}}', 1)]),
-            ("stadi_holder", "gauge", "1 for the engine that holds the card",
-             [(f'{{engine="{name}"}}', int(name == holder)) for name in self.engines]),
-            ("stadi_waiting", "gauge", "requests that wait for the card",
-             [(f'{{kind="{kind}"}}', waiting[kind]) for kind in (LLM, IMAGE)]),
-            ("stadi_handovers_total", "counter", "hand-overs of the card",
-             [(f'{{from="{gone}",to="{to}"}}', count) for (gone, to), count in list(self._moves.items())]),
-            ("stadi_handover_seconds", "histogram", "one phase of a hand-over", None),
-            ("stadi_vram_used_bytes", "gauge", "VRAM in use", [("", status["vram"]["used"])]),
-            ("stadi_vram_total_bytes", "gauge", "the card's VRAM", [("", status["vram"]["total"])]),
-            ("stadi_sd_child_up", "gauge", "whether sd-server is alive", [("", int(status["sd_child_up"]))]),
-            ("stadi_requests_total", "counter", "requests answered, by front, class and status",
-             [(f'{{front="{front}",class="{kind}",code="{code}"}}', count) for (front, kind, code), count in requests]))
-        lines = []
-        for name, kind, text, samples in families:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            if samples is None:
-                for key, span in list(self._spans.items()):
-                    lines += span.lines(key) if key.partition("{")[0] == name else ()
-            else:
-                lines += [f"{name}{labels} {value}" for labels, value in samples if value is not None]
-        return "\n".join(lines) + "\n"
 
 
 class Histogram:
@@ -2936,13 +2753,97 @@ class Histogram:
         self.counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
         self.sum += seconds
 
-    def lines(self, key):
-        name, _, labels = key.partition("{")
-        labels, counts = labels.rstrip("}"), list(itertools.accumulate(self.counts))
-        more = f"{{{labels}}}" if labels else ""
-        return [f'{name}_bucket{{{labels + "," if labels else ""}le="{bound}"}} {count}'
+    def lines(self, name, label):
+        """label: such as kind="llm", or nothing."""
+        counts, braced = list(itertools.accumulate(self.counts)), f"{{{label}}}" if label else ""
+        return [f'{name}_bucket{{{label}{"," if label else ""}le="{bound}"}} {count}'
                 for bound, count in zip((*self.BOUNDS, "+Inf"), counts)] + [
-                    f"{name}_sum{more} {self.sum:.6f}", f"{name}_count{more} {counts[-1]}"]
+                    f"{name}_sum{braced} {self.sum:.6f}", f"{name}_count{braced} {counts[-1]}"]
+
+
+class Eyes:
+    """What people and programs look at. The state itself is asked for at that moment, never kept beside its owner."""
+
+    def __init__(self, card=None, vram=None, engines=None):
+        self.card, self.vram, self.engines = card, vram, engines        # set by build()
+        self.started, self._lock = time.monotonic(), threading.Lock()
+        self._requests, self._moves, self._jobs = collections.Counter(), collections.Counter(), 0
+        self._spans = collections.defaultdict(Histogram)                # (name, label) -> Histogram
+
+    def tell(self, event, **fields):
+        """Told by the card, under its lock, at every transition."""
+        if event == "grant":
+            self._jobs += fields["kind"] == IMAGE
+            self._spans["gpu_turnstile_lock_wait_seconds", f'kind="{fields["kind"]}"'].add(fields["waited"])
+        if event == "handover":
+            for phase in ("drain", "evict", "vram", "start"):
+                self._spans["stadi_handover_seconds", f'phase="{phase}"'].add(fields[f"{phase}_ms"] / 1000)
+            if fields["from"]:
+                self._spans["gpu_turnstile_unload_seconds", ""].add((fields["evict_ms"] + fields["vram_ms"]) / 1000)
+            self._moves[fields["from"] or "none", fields["to"] or "none"] += 1
+            shown = {key: value for key, value in fields.items() if value not in (None, [], "") and key != "at"}
+            log.info("hand-over", extra={"fields": shown})
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug(event, extra={"fields": {key: round(value, 3) if isinstance(value, float) else value
+                                               for key, value in fields.items()}})
+
+    def count(self, front, kind, status):
+        with self._lock:
+            self._requests[front, kind, status] += 1
+
+    def status(self):
+        """The whole state as a dict for JSON; never waits for an engine, and for the card's meter a moment at most."""
+        card, sd, meter = self.card.snapshot(), self.engines.get("sd"), self.vram.meter
+        reading = meter.read(0.25) or meter.last
+        resident = {name: card["resident"].get(name) for name in self.engines}
+        resident.update({"sd": sd.up} if sd else {})
+        return {
+            "version": VERSION, "uptime_s": time.monotonic() - self.started, **card, "resident": resident,
+            "vram": {"used": reading and reading.used, "total": reading and reading.total, "floor": self.vram.floor,
+                     "source": meter.source, "error": meter.error or None},
+            "sd_child_up": bool(sd and sd.up), "sd": sd and sd.describe(),
+            "engines": {name: engine.describe() for name, engine in self.engines.items()},
+            "given_up": list(getattr(self.engines.get("comfy"), "given_up", ()))}
+
+    def health(self):
+        card = self.card.snapshot()
+        pending = bool(card["in_flight"][IMAGE] or any(row["kind"] == IMAGE for row in card["waiting"]))
+        return {"state": card["state"], "llm_inflight": card["in_flight"][LLM], "image_pending": pending}
+
+    def metrics(self):
+        """Prometheus' text format 0.0.4."""
+        status = self.status()
+        waiting = collections.Counter(row["kind"] for row in status["waiting"])
+        holder, vram = (status["holder"] or {}).get("engine"), status["vram"]
+        with self._lock:
+            requests = list(self._requests.items())
+        families = (
+            ("gpu_turnstile_state", "gauge", "1 for the state that the card is in",
+             [(f'{{state="{state}"}}', int(status["state"] == state)) for state in ("idle", LLM, IMAGE)]),
+            ("gpu_turnstile_llm_inflight", "gauge", "LLM requests that hold the card", [("", status["in_flight"][LLM])]),
+            ("gpu_turnstile_image_jobs_total", "counter", "image jobs that were given the card", [("", self._jobs)]),
+            ("gpu_turnstile_lock_wait_seconds", "histogram", "from a request's arrival to its hold", ()),
+            ("gpu_turnstile_unload_seconds", "histogram", "from an eviction's start to the VRAM's return", ()),
+            ("stadi_build_info", "gauge", "the version that runs", [(f'{{version="{VERSION}"}}', 1)]),
+            ("stadi_holder", "gauge", "1 for the engine that holds the card",
+             [(f'{{engine="{name}"}}', int(name == holder)) for name in self.engines]),
+            ("stadi_waiting", "gauge", "requests that wait for the card",
+             [(f'{{kind="{kind}"}}', waiting[kind]) for kind in (LLM, IMAGE)]),
+            ("stadi_handovers_total", "counter", "hand-overs of the card",
+             [(f'{{from="{gone}",to="{to}"}}', count) for (gone, to), count in list(self._moves.items())]),
+            ("stadi_handover_seconds", "histogram", "one phase of a hand-over", ()),
+            ("stadi_vram_used_bytes", "gauge", "VRAM in use", [("", vram["used"])]),
+            ("stadi_vram_total_bytes", "gauge", "the card's VRAM", [("", vram["total"])]),
+            ("stadi_sd_child_up", "gauge", "whether sd-server is alive", [("", int(status["sd_child_up"]))]),
+            ("stadi_requests_total", "counter", "requests answered, by front, class and status",
+             [(f'{{front="{front}",class="{kind}",code="{code}"}}', count) for (front, kind, code), count in requests]))
+        lines = []
+        for name, kind, text, samples in families:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+            lines += [f"{name}{labels} {value}" for labels, value in samples if value is not None]
+            for (span, label), histogram in list(self._spans.items()):
+                lines += histogram.lines(name, label) if span == name else ()
+        return "\n".join(lines) + "\n"
 
 
 # ----- Front --------------------------------------------------------------------------------------------------
@@ -2950,34 +2851,28 @@ class Histogram:
 OWN_NAMES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")     # no stranger can own these
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-
 @functools.lru_cache(1024)
 def own_name(host, allowed):
     """Whether a Host is one that no stranger can make a browser send (DNS rebinding)."""
     name = re.sub(r":\d+$", "", host.lower()).strip("[]").rstrip(".")
     return is_ip(name) or "." not in name or name.endswith(OWN_NAMES) or name in allowed
 
-
 def own_origin(origin, host, allowed):
     """Whether a page of this origin may use stadi: the Host's own, this machine's, or one that a setting names."""
-    if origin.lower() in allowed:
-        return True
-    try:
-        parts = urllib.parse.urlsplit(origin.lower())
+    with contextlib.suppress(ValueError):
+        parts, there = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(f"//{host}")
         usual = {"http": 80, "https": 443}.get(parts.scheme)
-        there = urllib.parse.urlsplit(f"//{host.lower()}")
-        if not usual or not parts.hostname:
-            return False
-        return (Endpoint(parts.hostname, 0).loopback or parts.hostname.endswith(".localhost")
-                or (parts.hostname, parts.port or usual) == (there.hostname, there.port or usual))
-    except ValueError:
-        return False
+        if origin in allowed or usual and parts.hostname and (
+                Endpoint(parts.hostname, 0).loopback or parts.hostname.endswith(".localhost")
+                or (parts.hostname, parts.port or usual) == (there.hostname, there.port or usual)):
+            return True
+    return False
 
 
 class Front(NamedTuple):
     """One listening address: its routes, its guard, the shape of its errors."""
     name: str
-    table: tuple
+    table: Table
     strict: bool                # stadi is the only guard of these engines: Host, Origin, no body on a GET
     limits: dict                # kind -> seconds that a request waits for the card
     gates: tuple = ()           # paths whose errors are read as ComfyUI's
@@ -2986,11 +2881,10 @@ class Front(NamedTuple):
 class Server(http.server.ThreadingHTTPServer):
     """Accepts; a thread for each connection. Never ends: main leaves the process."""
 
-    daemon_threads, block_on_close, request_queue_size, allow_reuse_address = True, False, 1024, True
+    daemon_threads, block_on_close, request_queue_size = True, False, 1024
 
     def __init__(self, endpoint, front, world):
-        self.front, self.world = front, world           # world: settings, card, engines, eyes, watcher
-        self.open = 0
+        self.front, self.world, self.open = front, world, 0     # world: settings, card, engines, eyes, watcher
         self.most = max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 3)
         self.address_family = socket.AF_INET if "." in endpoint.host or not socket.has_ipv6 else socket.AF_INET6
         super().__init__(tuple(endpoint), Handler)
@@ -3001,7 +2895,7 @@ class Server(http.server.ThreadingHTTPServer):
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
-        self.server_name, self.server_port = self.server_address[0], self.socket.getsockname()[1]
+        self.server_address = self.socket.getsockname()
 
     def get_request(self):
         try:
@@ -3013,14 +2907,13 @@ class Server(http.server.ThreadingHTTPServer):
             raise
 
     def process_request(self, request, client_address):
-        if self.open >= self.most:
-            log.warning("more than %d connections: one refused (ulimit -n)", self.most)
-            return self.shutdown_request(request)
         try:
-            return super().process_request(request, client_address)
+            if self.open >= self.most:
+                raise RuntimeError(f"more than {self.most} connections (ulimit -n)")
+            super().process_request(request, client_address)
         except RuntimeError as error:
-            log.error("no thread for a connection: %s", error)
-            return self.shutdown_request(request)
+            log.error("a connection was refused: %s", error)
+            self.close_request(request)
 
     def process_request_thread(self, request, client_address):
         self.open += 1                                  # a count for a cap: off by a few does no harm
@@ -3041,17 +2934,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """One client connection, request after request: from a route's class to card, relay or answer."""
 
     def setup(self):
-        world = self.server.world
-        self.client = Client(self.request, world.settings.stall)
-        bound_socket(self.request, world.settings.keepalive, world.settings.stall)
-        self.upstream = None
+        self.world, self.front, self.upstream = self.server.world, self.server.front, None
+        settings = self.world.settings
+        self.client = Client(self.request, settings.stall)
+        bound_socket(self.request, settings.keepalive, settings.stall)
         address = self.client_address[0].removeprefix("::ffff:")
         self.forwarded = f"X-Forwarded-For: {address}\r\nX-Forwarded-Proto: http\r\n".encode()
-        world.watcher.add(self.client)
+        self.world.watcher.add(self.client)
 
     def finish(self):
         """Close so that the client gets what was sent: what it still sends is drained for a moment."""
-        self.server.world.watcher.remove(self.client)
+        self.world.watcher.remove(self.client)
         if self.upstream:
             self.upstream.close()
         if self.client.unread:
@@ -3062,19 +2955,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     pass
 
     def handle_one_request(self):
-        self.close_connection, self.route_kind = True, "none"
-        request = None
+        self.close_connection, self.route_kind, request = True, "none", None
         try:
             head = self.client.read_head()
             if head is None:
                 return
-            self.client.unread = True
+            self.is_head, self.client.unread = head.startswith(b"HEAD "), True
             request = Request(head)
             self.client.unread = not request.body.done
             self.close_connection = not self._serve(request)
         except (Gone, Cut):
             pass
         except BadMessage as error:
+            self.is_head = self.is_head if self.client.unread and request else self.client.buf.startswith(b"HEAD ")
             self._refuse(request, Refused(error.status, str(error), "invalid_request_error"))
         except Refused as error:
             self.close_connection = not self._refuse(request, error)
@@ -3086,10 +2979,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _refuse(self, request, error):
         """Write an error in the shape that clients of this front read. True if the connection may go on."""
-        text, path = str(error), request.target.partition("?")[0] if request else ""
-        if self.server.front.name == "comfy" and cleaned(decoded(path)) in self.server.front.gates:
+        text, path = str(error), cleaned(decoded(request.target.partition("?")[0])) if request else ""
+        if self.front.name == "comfy" and path in self.front.gates:
             body = {"error": {"type": error.kind, "message": text, "details": "", "extra_info": {}}, "node_errors": {}}
-        elif self.server.front.name == "ollama" and path.startswith("/api/"):
+        elif self.front.name == "ollama" and path.startswith("/api/"):
             body = {"error": text}
         else:
             body = {"error": {"message": text, "type": error.kind, "code": error.status}}
@@ -3098,39 +2991,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, request, status, body, more="", kind="application/json"):
         content = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.server.world.eyes.count(self.server.front.name, self.route_kind, status)
-        keep = request is not None and request.keep and request.body.done and status not in (400, 408)
-        try:
-            phrase = http.HTTPStatus(status).phrase
-        except ValueError:
-            phrase = "Error"
-        head = (f"HTTP/1.1 {status} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
-                f"{more}{'' if keep else 'Connection: close' + chr(13) + chr(10)}\r\n").encode()
-        if request is not None:
+        keep = bool(request and request.keep and request.body.done and status not in (400, 408)
+                    and not self.world.card.closed)
+        self.world.eyes.count(self.front.name, self.route_kind, status)
+        if request:
             self.client.unread = not request.body.done
-        try:
-            self.client.send(head if request is not None and request.method == "HEAD" else head + content)
-        except Gone:
-            return False
+        head = (f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
+                f"Content-Length: {len(content)}\r\n{more}").encode() + (b"\r\n" if keep else b"Connection: close\r\n\r\n")
+        self.client.send(head if self.is_head else head + content)
         return keep
 
     # -- requests --
 
     def _serve(self, request):
         """Answer one request; True if the connection may go on."""
-        front, path = self.server.front, request.target.partition("?")[0]
-        route = front.table.classify(request.method, request.target)
+        route = self.front.table.classify(request.method, request.target)
         self.route_kind = route.kind
-        if front.strict:
-            self._guard(request, route)
-        elif route.kind == OWN:
-            if path not in ("/healthz", "/metrics"):
-                self._guard_host(request)
-            if request.method not in READS:
-                self._guard_origin(request)
+        self._guard(request, route)
         if route.kind == OWN:
             return self._own(request, route)
-        engine = self.server.world.engines.get(route.engine)
+        engine = self.world.engines.get(route.engine)
         if engine is None and request.method == "OPTIONS":
             return self._preflight(request)
         if engine is None:
@@ -3139,39 +3019,39 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return getattr(self, f"_{route.kind}")(request, route, engine)
 
     def _guard(self, request, route):
-        """The router and sd-server have no defence of their own, and reflect any Origin."""
-        if request.method in READS and not request.body.done:
+        """The router and sd-server have no defence of their own, and reflect any Origin; Ollama and ComfyUI defend
+        themselves. stadi's own routes are guarded everywhere; health checks come through other proxies."""
+        strict, own, origin = self.front.strict, route.kind == OWN, request.one(b"origin")
+        if strict and request.method in READS and not request.body.done:
             raise BadMessage(f"a {request.method} with a body: a form in it could name a model")
-        if route.path not in ("/healthz", "/metrics") or route.kind != OWN:
-            self._guard_host(request)
-        if request.upgrade or route.kind in (TAKE, STEER) or request.method not in ("GET", "HEAD", "OPTIONS"):
-            self._guard_origin(request)
-
-    def _guard_host(self, request):
-        if not own_name(request.host, self.server.world.settings.allow_host):
-            raise Refused(403, f"Host {request.host!r} is not one of this stadi's names; if it is, set -allow-host"
-                               " (STADI_ALLOW_HOST)", "forbidden")
-
-    def _guard_origin(self, request):
-        origin, allowed = request.text(b"origin"), self.server.world.settings.allow_origin
-        named = origin is not None and origin.lower() in allowed
-        if origin is not None and not own_origin(origin, request.host, allowed):
-            raise Refused(403, f"pages of {origin!r} may not use this stadi; if they may, set -allow-origin"
-                               " (STADI_ALLOW_ORIGIN)", "forbidden")
-        if (request.text(b"sec-fetch-site") or "").lower() == "cross-site" and not named:
+        settings, named = self.world.settings, False
+        if (strict or own) and not (own and route.path in ("/healthz", "/metrics")):
+            if not own_name(request.host, settings.allow_host):
+                raise Refused(403, f"Host {request.host!r} is not one of this stadi's names; if it is, set -allow-host"
+                                   " (STADI_ALLOW_HOST)", "forbidden")
+        changes = request.method not in ("GET", "HEAD", "OPTIONS")
+        if not (own and changes or strict and (request.upgrade or changes or route.kind in (TAKE, STEER))):
+            return
+        if origin is not None:
+            origin = origin.decode("latin-1")
+            named = origin in settings.allow_origin
+            if not own_origin(origin, request.host, settings.allow_origin):
+                raise Refused(403, f"pages of {origin!r} may not use this stadi; if they may, set -allow-origin"
+                                   " (STADI_ALLOW_ORIGIN)", "forbidden")
+        if request.one(b"sec-fetch-site") == b"cross-site" and not named:
             raise Refused(403, "a page of another site may not use this stadi; if it may, set -allow-origin"
                                " (STADI_ALLOW_ORIGIN) to its origin", "forbidden")
 
     def _preflight(self, request):
         """Without a router to ask: a browser's question before a request, answered for the origins that may."""
-        origin = request.text(b"origin") or ""
-        allowed = own_origin(origin, request.host, self.server.world.settings.allow_origin)
+        origin = (request.one(b"origin") or b"").decode("latin-1")
+        allowed = own_origin(origin, request.host, self.world.settings.allow_origin)
         return self._answer(request, 200, {}, f"Access-Control-Allow-Origin: {origin}\r\nVary: Origin\r\n"
                             "Access-Control-Allow-Methods: GET, POST\r\nAccess-Control-Allow-Headers: Content-Type,"
                             " Authorization\r\n" if allowed else "")
 
     def _own(self, request, route):
-        eyes = self.server.world.eyes
+        eyes = self.world.eyes
         if request.method == "POST" and route.path.endswith("/release"):
             for _ in body_blocks(self.client, request.body):
                 pass
@@ -3184,10 +3064,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _release(self, request):
         """Let go of a hold that is stuck: the one that id names (its number, or its job), else the oldest image hold."""
-        card, wanted = self.server.world.card, query_values(request.target.partition("?")[2], "id")
-        held = card.holds() if wanted else [hold for hold in card.holds() if hold.engine.kind == IMAGE][:1]
-        released = []
-        for hold in held:
+        card, wanted = self.world.card, query_values(request.target.partition("?")[2], "id")
+        released, held = [], card.holds()
+        for hold in held if wanted else [hold for hold in held if hold.engine.kind == IMAGE][:1]:
             if (not wanted or wanted[0] in (str(hold.id), hold.job)) and card.revoke(hold, "released by hand"):
                 log.warning("released by hand: %s (%s)", hold.what, hold.job or "no job")
                 hold.engine.give_up(hold.job)
@@ -3199,22 +3078,29 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if request.expects and not request.body.done and not self.client.buf:
             self.client.send(CONTINUE)
 
-    def _pass(self, request, route, engine):
-        self._continue(request)
-        return self._exchange(request, engine, Spool())
+    def _pass(self, request, route, engine, hold=None, spool=None):
+        if not spool:
+            self._continue(request)
+        return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool or Spool())
 
     def _steer(self, request, route, engine):
         """Steering a completion that runs must not queue behind it."""
-        return (self._pass if self.server.world.card.has(engine) else self._take)(request, route, engine)
+        return (self._pass if self.world.card.has(engine) else self._take)(request, route, engine)
 
     def _watch(self, request, route, engine):
         """Looking may neither turn the card round nor keep anything there."""
         if engine.kind == LLM:
-            return self._look(request, route, engine)
+            hold = self.world.card.watch(engine, f"{request.method} {route.path}")
+            try:
+                if hold and engine.loaded(query_values(request.target.partition("?")[2], "model")):
+                    return self._pass(request, route, engine, hold)
+            finally:
+                if hold:
+                    self.world.card.release(hold)
+            raise Refused(503, "llm is not loaded")
         job = re.fullmatch(r"/sdcpp/v1/jobs/([^/]+)", route.path)
-        kept = job and request.method in READS and engine.results.get(job[1])
-        if kept:
-            return self._answer(request, 200, json.loads(kept))
+        if job and request.method in READS and (kept := engine.results.get(job[1])):
+            return self._answer(request, 200, kept.decode("utf-8", "replace"))
         try:
             if engine.serving:
                 return self._pass(request, route, engine)
@@ -3223,46 +3109,36 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 raise
         raise Refused(503, "sd is not loaded")
 
-    def _look(self, request, route, engine):
-        card = self.server.world.card
-        hold = card.watch(engine, f"{request.method} {route.path}")
-        try:
-            if not hold or not engine.loaded(query_values(request.target.partition("?")[2], "model")):
-                raise Refused(503, "llm is not loaded")
-            return self._exchange(request, engine, Spool(), hold)
-        finally:
-            if hold:
-                card.release(hold)
-
     def _take(self, request, route, engine):
         """The body first: a client can't be seen to leave while its bytes lie unread. A long one streams straight
         through when the card is free for it."""
-        world, spool = self.server.world, Spool()
+        card, spool, what = self.world.card, Spool(), f"{request.method} {route.path}"
         try:
             self._continue(request)
             for block in body_blocks(self.client, request.body):
                 spool.add(block)
-                if spool.size >= SPOOL_BYTES and world.card.free_for(engine):
+                if spool.size >= SPOOL_BYTES and card.free_for(engine):
                     break
             if request.body.done and engine.spares(route.path, request, spool.whole()):
-                return self._exchange(request, engine, spool)
-            hold = world.card.acquire(engine, f"{request.method} {route.path}", self.server.front.limits[engine.kind],
-                                      route.path in engine.jobs, self.client.on_leave)
-            return self._held(request, route, hold, spool)
+                return self._pass(request, route, engine, None, spool)
+            joins = route.path in engine.jobs
+            hold = card.acquire(engine, what, self.front.limits[engine.kind], joins, self.client.on_leave)
+            return self._held(request, route, hold, spool, joins)
         finally:
             spool.close()
 
-    def _held(self, request, route, hold, spool):
+    def _held(self, request, route, hold, spool, joins):
         """Relay under a hold, which ends with the answer, or with the job that the answer names."""
-        world, engine = self.server.world, hold.engine
-        exchange = Exchange(self.client, request, self.forwarded, hold, world.card)
+        card, engine, on_left = self.world.card, hold.engine, None
+        if engine.kind == IMAGE:            # an asynchronous job is wanted whether or not its client stays
+            on_left = (lambda: None) if joins else functools.partial(card.reconsider, hold)
+        exchange = Exchange(self.client, request, self.forwarded, hold, on_left)
         timer = threading.Timer(engine.job_bound, exchange.expire) if engine.job_bound else None
         try:
             if timer:
                 timer.daemon = True
                 timer.start()
-            keep = self._run(exchange, engine, spool)
-            return keep
+            return self._run(exchange, engine, spool)
         finally:
             if timer:
                 timer.cancel()
@@ -3270,19 +3146,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 engine.evict()
             hold.job = exchange.status and engine.job_of(route.path, exchange.status, b"".join(exchange.copied)) or None
             if hold.job and not exchange.expired and not hold.revoked:
-                follower = threading.Thread(target=follow, args=(world.card, hold), name="follower", daemon=True)
+                follower = threading.Thread(target=follow, args=(card, hold), name="follower", daemon=True)
                 try:
                     follower.start()
                 except RuntimeError:                    # no threads left: this one will do
-                    follow(world.card, hold)
+                    follow(card, hold)
             else:
-                world.card.release(hold)
-
-    def _exchange(self, request, engine, spool, hold=None):
-        return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool)
+                card.release(hold)
 
     def _run(self, exchange, engine, spool):
-        """Carry out an exchange over the kept connection where it fits, else over a fresh one."""
+        """Carry out an exchange over the kept connection where it fits, else over a fresh one. True if the client's
+        connection may go on."""
         kept, self.upstream = self.upstream, None
         if kept and (kept.engine is not engine or not kept.fits(exchange.request.method)):
             kept.close()
@@ -3292,79 +3166,85 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if exchange.run(upstream, spool) and not engine.fresh and exchange.keep:
                 upstream.idle_since, self.upstream = time.monotonic(), upstream
         finally:
-            if exchange.status:
-                self.server.world.eyes.count(self.server.front.name, self.route_kind, exchange.status)
             if self.upstream is not upstream:
                 upstream.close()
-        return exchange.keep
+            if exchange.status:
+                self.world.eyes.count(self.front.name, self.route_kind, exchange.status)
+        return exchange.keep and not self.world.card.closed
 
 
 # ----- main ---------------------------------------------------------------------------------------------------
 
+MODEL_FLAGS = ("-m", "--model", "--diffusion-model", "--high-noise-diffusion-model", "--llm", "--llm_vision",
+               "--clip_l", "--clip_g", "--clip_vision", "--t5xxl", "--vae", "--tae", "--taesd", "--control-net")
+
 def check(settings, environ):
     """-check: look at the world with these settings. Prints a line each; returns the exit code."""
-    bad = False
+    found = []
     for level, text in findings(settings, environ):
-        print(f"{level:7} {text}")
-        bad = bad or level == "error"
-    return 1 if bad else 0
-
+        print(f"{level:7} {text}", flush=True)
+        found.append(level)
+    return int("error" in found)
 
 def findings(settings, environ):
     """(ok, warning or error; what was found and what to do). A warning may be mended by waiting."""
-    if settings.sd:
-        yield from sd_findings(settings)
-    if settings.llm:
-        yield from router_findings(settings)
-    for engine in (settings.ollama and Ollama(settings.ollama, 0), settings.comfy and Comfy(settings.comfy, 0, 0, None)):
+    log.disabled = True                                 # what an engine lacks is said here
+    yield from sd_findings(settings) if settings.sd else ()
+    yield from router_findings(settings) if settings.llm else ()
+    comfy = settings.comfy and Comfy(settings.comfy, 0, 0, None)
+    for engine in (settings.ollama and Ollama(settings.ollama, 0), comfy):
         if engine:
             engine.probe()
-            yield ("warning", f"{engine.title} (-{engine.name}): {engine.trouble}") if engine.trouble else (
+            yield ("warning", f"{engine.title}, {SETTINGS[engine.name]}: {engine.trouble}") if engine.trouble else (
                 "ok", f"{engine.title} answers at http://{engine.endpoint}")
     try:
-        meter = find_meter(settings, environ)
+        meter = find_meter(settings, environ, comfy and comfy.reading)
         reading = meter.read()
-        if reading:
-            yield "ok", f"VRAM: {reading.used / GIB:.1f} GiB used, read by {meter.source}"
-        elif meter.source == "none":
-            yield "warning", ("VRAM cannot be read here: only exits and unloads are waited for; give -vram-cmd if a"
-                              " command can tell")
-        else:
-            yield "warning", f"VRAM cannot be read: {meter.error}"
+        yield ("ok", f"VRAM: {reading.used / GIB:.1f} GiB used, read by {meter.source}") if reading else (
+            "warning", "VRAM cannot be read" + (f": {meter.error}" if meter.error else
+                       " here: only exits and unloads are waited for; give -vram-cmd if a command can tell"))
     except Usage as error:
         yield "error", str(error)
-    for flag, endpoint in (("listen", settings.listen), ("sd", settings.sd), ("listen-ollama", settings.listen_ollama),
-                           ("listen-comfy", settings.listen_comfy)):
-        if endpoint and (inodes := listeners(endpoint.port)):
+    for flag in ("listen", "sd", "listen-ollama", "listen-comfy"):
+        endpoint = getattr(settings, flag.replace("-", "_"))
+        inodes = endpoint and listeners(endpoint.port)
+        if inodes:
             own = flag == "sd" and os.path.exists(record_file(settings.sd_log_dir, endpoint.port))
             yield ("warning" if own else "error"), f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}" + (
                 ", left behind by stadi: the next start ends it" if own else "; end it, or choose another port")
         elif endpoint:
             yield "ok", f"port {endpoint.port} (-{flag}) is free"
 
+def sd_program(settings):
+    """(path, "") of the sd-server program, or (None, what is wrong)."""
+    path, setting = shutil.which(settings.sd_bin), SETTINGS["sd-bin"]
+    if path:
+        return path, ""
+    if os.path.isdir(settings.sd_bin):
+        return None, f"{setting}: {settings.sd_bin} is a folder; name the program in it"
+    if os.path.exists(settings.sd_bin):
+        return None, f"{setting}: {settings.sd_bin} cannot be executed; chmod +x, or name the program"
+    where = "there" if "/" in settings.sd_bin else "on PATH"
+    return None, f"{setting}: {settings.sd_bin!r} is not {where}; name sd-server's path, or -sd off"
 
 def sd_findings(settings):
-    program = shutil.which(settings.sd_bin)
-    if program:
-        yield "ok", f"sd-server: {program}"
-    elif os.path.exists(settings.sd_bin):
-        yield "error", f"-sd-bin (STADI_SD_BIN): {settings.sd_bin} cannot be executed; chmod +x, or name the program"
-    else:
-        yield "error", f"-sd-bin (STADI_SD_BIN): {settings.sd_bin} is not there (or not on PATH); name sd-server's path"
-    words = settings.sd_args
-    for flag, value in zip(words, words[1:]):
+    program, trouble = sd_program(settings)
+    yield ("error", trouble) if trouble else ("ok", f"sd-server: {program}")
+    for flag, value in zip(settings.sd_args, settings.sd_args[1:]):
         if flag in MODEL_FLAGS:
-            there = os.path.isfile(value)
-            yield ("ok" if there else "error"), f"model {flag} {value}" + ("" if there else ": no such file (-sd-args)")
+            wrong = "" if os.path.isfile(value) else (
+                ": is a folder" if os.path.isdir(value) else f": no such file in {os.getcwd()}; write the full path"
+                if not value.startswith("/") else ": no such file")
+            yield ("error", f"model {flag} {value}{wrong} (-sd-args)") if wrong else ("ok", f"model {flag} {value}")
     warnings = list(sd_warnings(settings))
     yield from (("warning", text) for text in warnings)
     if not warnings:
         yield "ok", f"-sd-args agree with -sd (port {settings.sd.port})"
-
-
-MODEL_FLAGS = ("-m", "--model", "--diffusion-model", "--high-noise-diffusion-model", "--llm", "--llm_vision",
-               "--clip_l", "--clip_g", "--clip_vision", "--t5xxl", "--vae", "--tae", "--taesd", "--control-net")
-
+    folder = settings.sd_log_dir
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        yield "error", f"{SETTINGS['sd-log-dir']}: {folder} is no folder that can be written"
 
 def sd_warnings(settings):
     """What in -sd-args will not do what its writer thinks."""
@@ -3376,75 +3256,65 @@ def sd_warnings(settings):
     if any(word.partition("=")[0] == "--params-backend" for word in words):
         yield ("-sd-args: --params-backend disables --auto-fit, which tiles a VAE decode that is too large for the card;"
                " leave it out (--backend is safe)")
-
+    if not {"-m", "--model", "--diffusion-model"} & set(words):
+        yield "-sd-args: no model in it; write -m /path/to/model, or --diffusion-model"
 
 def router_findings(settings):
     router = Router(settings.llm, settings.llm_key, 0, 0)
-    log.disabled = True
     try:
         models = router.models()
         yield "ok", f"router at http://{settings.llm}: {len(models)} models"
         loaded = next((name for name, status in models.items() if status == "loaded"), None)
-        if loaded:
-            status, _ = router.ask("GET", "/slots?" + urllib.parse.urlencode({"model": loaded, "autoload": "false"}))
-            yield ("warning", "the router has no /slots (--no-slots): a generation that outlives its client is not seen"
-                   ) if status == 501 else ("ok", "the router has /slots")
-        else:
+        if loaded is None:
             yield "ok", "whether the router has /slots shows only while a model is loaded"
+        elif router.slots(loaded)[0] == 501:
+            yield "warning", "the router has no /slots (--no-slots): a generation that outlives its client is not seen"
+        else:
+            yield "ok", "the router has /slots"
     except Trouble as error:
-        refused = "nothing listens" in str(error) or "no answer" in str(error)
-        yield ("warning" if refused else "error"), f"router at http://{settings.llm} (-llm): {error}"
-    finally:
-        log.disabled = False
-
+        yield ("error" if error.answered else "warning"), f"router at http://{settings.llm} (-llm): {error}"
 
 def build(settings, environ):
     """The world: engines, card and eyes, wired. Raises Usage where it cannot work."""
-    engines = {}
+    engines, eyes = {}, Eyes()
     if settings.llm:
         engines["llama"] = Router(settings.llm, settings.llm_key, settings.busy_wait, settings.vram_wait)
     if settings.sd:
-        program = shutil.which(settings.sd_bin)
-        if not program:
-            raise Usage(f"-sd-bin (STADI_SD_BIN): {settings.sd_bin!r} is not there, or cannot be executed; name the path"
-                        " of sd-server, or -sd off")
+        program, trouble = sd_program(settings)
+        if trouble:
+            raise Usage(trouble)
         engines["sd"] = Sd(settings.sd, [program, *settings.sd_args], settings.sd_log_dir, settings.idle,
                            settings.load_wait, settings.render_wait)
     if settings.ollama:
         engines["ollama"] = Ollama(settings.ollama, settings.unload_timeout)
     if settings.comfy:
         engines["comfy"] = Comfy(settings.comfy, settings.comfy_keep, settings.job_timeout, lambda: vram.used())
-    eyes = Eyes(settings)
-    comfy = engines.get("comfy")
-    vram = Vram(find_meter(settings, environ, comfy and comfy.reading), settings.free_gib, settings.vram_wait)
+    meter = find_meter(settings, environ, engines["comfy"].reading if settings.comfy else None)
+    vram = Vram(meter, settings.free_gib, settings.vram_wait)
     card = Card(engines.values(), vram, tell=eyes.tell)
-    if settings.warm_model and settings.ollama:
-        ollama = engines["ollama"]
-        card.warm = ollama, lambda hold: ollama.warm(card, hold, settings.warm_model)
     eyes.card, eyes.vram, eyes.engines = card, vram, engines
+    if settings.warm_model and settings.ollama:
+        card.warm = engines["ollama"], lambda hold: engines["ollama"].warm(card, hold, settings.warm_model)
     return types.SimpleNamespace(settings=settings, engines=engines, card=card, eyes=eyes, watcher=Watcher())
-
 
 def listen(world):
     """The servers of all fronts that are on. Raises Usage where a port is taken."""
-    settings = world.settings
+    settings, servers = world.settings, []
     limits = {LLM: settings.busy_wait, IMAGE: settings.image_wait}
     gates = tuple(f"{prefix}{path}" for prefix in ("", "/api") for path in ("/prompt", *settings.comfy_gate))
-    fronts = [("listen", settings.listen, Front("llama/sd", Table(LLAMA_SD, True), True, limits)),
-              ("listen-ollama", settings.ollama and settings.listen_ollama,
-               Front("ollama", Table(OLLAMA_TABLE, False), False, {LLM: settings.llm_wait_timeout})),
-              ("listen-comfy", settings.comfy and settings.listen_comfy,
-               Front("comfy", Table(comfy_table(settings.comfy_gate), False), False, limits, gates))]
-    servers = []
-    for flag, endpoint, front in fronts:
-        if endpoint:
-            try:
-                servers.append(Server(endpoint, front, world))
-            except OSError as error:
-                holder = who_listens(listeners(endpoint.port)) if error.errno == errno.EADDRINUSE else error.strerror
-                raise Usage(f"-{flag}: {endpoint} cannot be listened on: {holder}") from None
+    for flag, endpoint, front in (
+            ("listen", settings.listen, Front("llama/sd", Table(LLAMA_SD, True), True, limits)),
+            ("listen-ollama", settings.ollama and settings.listen_ollama,
+             Front("ollama", Table(OLLAMA_TABLE, False), False, {LLM: settings.llm_wait_timeout})),
+            ("listen-comfy", settings.comfy and settings.listen_comfy,
+             Front("comfy", Table(comfy_table(settings.comfy_gate), False), False, limits, gates))):
+        try:
+            servers += [Server(endpoint, front, world)] if endpoint else []
+        except OSError as error:
+            why = {errno.EADDRINUSE: f"is taken by {who_listens(listeners(endpoint.port))}; end it, or choose another port",
+                   errno.EADDRNOTAVAIL: "is no address of this machine"}.get(error.errno, error.strerror)
+            raise Usage(f"{SETTINGS[flag]}: {endpoint} {why}") from None
     return servers
-
 
 def serve(settings, environ):
     """Run until a signal. Returns the exit code."""
@@ -3454,6 +3324,8 @@ def serve(settings, environ):
         end_orphan(settings.sd_log_dir, settings.sd.port)
         for text in sd_warnings(settings):
             log.warning("%s", text)
+        if inodes := listeners(settings.sd.port):
+            log.warning("port %d (-sd) is held by %s: no picture until it ends", settings.sd.port, who_listens(inodes))
     servers = listen(world)
     # The kernel may hand a signal to any thread, and a main thread that sits in a lock would never learn of it; the
     # wake-up descriptor is written by whichever thread got it.
@@ -3475,7 +3347,6 @@ def serve(settings, environ):
         sd.child.stop(0, 1.0)
     return 0
 
-
 def end(world, wake):
     """Refuse new requests, let those in flight end for -grace, stop the child; then wake main."""
     world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), world.settings.grace)
@@ -3484,12 +3355,10 @@ def end(world, wake):
         log.error("sd-server (pid %d) does not end", sd.child.pid)
     wake.send(b"\0")
 
-
 def probe(world):
-    """Ask once which engines are there: engines may come up later, so it is only said."""
+    """Ask once which engines are there: they may come up later, so it is only said."""
     for engine in world.engines.values():
         engine.probe()
-
 
 def main(argv, environ):
     try:
