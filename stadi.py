@@ -274,7 +274,10 @@ class Meter:
 
     def _attempt(self):
         try:
-            self._fresh = self.last = self._read()
+            reading = self._read()
+            if reading and not 0 <= reading.used <= (reading.total or 1024 * GIB):
+                raise ValueError(f"{reading.used} bytes in use is nonsense")
+            self._fresh = self.last = reading
             self.error = ""
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             self.error = f"{self.source}: {error or type(error).__name__}"
@@ -379,6 +382,8 @@ class Vram:
         start = seen = nudged = self._clock()
         settling = Settling(before, self.floor, self.free_below)
         if before is not None and settling.is_level(before) or self.meter.source == "none":
+            if verified and self.floor is not None:
+                self.floor = min(self.floor, self.used() or self.floor)
             return ""
         while True:
             reading, now = self.meter.read(min(BLIND, self.bound)), self._clock()
@@ -892,9 +897,8 @@ class Card:
 # killed, a small shell on a pipe (the guard) kills the group; what that missed is ended by the next start.
 
 TERM_SECONDS, KILL_SECONDS = 3.0, 10.0      # TERM to KILL (sd-server needs 0.1); KILL to "the driver hangs"
-LOG_BYTES = 10 * MIB
+LOG_BYTES, TOKEN = 10 * MIB, "STADI_CHILD"
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
-TOKEN = "STADI_CHILD"
 
 def proc(path):
     """The bytes of a file of /proc; none when it is gone, or may not be read."""
@@ -933,7 +937,6 @@ def listening_sockets():
     rows = [line.split() for line in (proc("net/tcp") + proc("net/tcp6")).decode().splitlines()]
     return {row[9]: int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
 def listeners(port):
-    """Inodes of the sockets that listen on this port."""
     return {inode for inode, other in listening_sockets().items() if other == port}
 
 def sockets_of(pid):
@@ -1098,7 +1101,7 @@ def end_orphan(folder, port):
 
 # ----- Engines ----------------------------------------------------------------------------------------------
 CALL_SECONDS, CALL_BYTES = 5.0, 16 * MIB        # bounds on one call of stadi's own to an engine
-POLL_LAST, WARM_SECONDS, JOB_SECONDS, QUEUE_BYTES = 0.5, 600.0, 30.0, 64 * MIB   # ComfyUI is slow, its queue long
+POLL_LAST, WARM_SECONDS, JOB_SECONDS, QUEUE_BYTES = 0.5, 600.0, 30.0, 64 * MIB   # ComfyUI is slow, its queue
 RESULT_SECONDS, RESULT_BYTES = 600.0, 256 * MIB     # of finished jobs of a child that may be gone
 
 class Trouble(Exception):
@@ -1121,7 +1124,8 @@ def call(endpoint, method, path, body=None, headers=(), seconds=CALL_SECONDS, mo
         if hold:
             hold.on_revoke = functools.partial(abort, connection)
         connection.connect()
-        late.start()
+        with contextlib.suppress(RuntimeError):         # no threads left: then each recv is bounded, not all
+            late.start()
         if hold and hold.revoked:
             raise ValueError(hold.revoked)
         connection.request(method, path, None if body is None else json.dumps(body),
@@ -1620,11 +1624,9 @@ class Route(NamedTuple):
 
 READS = ("GET", "HEAD")
 PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
-ANY = r".*"
 
 def first_rows(engine):
-    """What every front begins with."""
-    return ((("OPTIONS",), ANY, PASS, engine), (("POST",), r"/(?:gpu-turnstile|stadi)/release", OWN, ""),
+    return ((("OPTIONS",), r".*", PASS, engine), (("POST",), r"/(?:gpu-turnstile|stadi)/release", OWN, ""),
             (None, r"/status|/healthz", OWN, ""))
 
 LLAMA_SD = (                                                    # methods (None: all), path, class, engine
@@ -1639,11 +1641,11 @@ LLAMA_SD = (                                                    # methods (None:
     (("POST",), r"/models|/models/unload|/v1/streams/lookup", PASS, "llama"),
     (("DELETE",), r"/models|/v1/stream", PASS, "llama"),
     (("POST",), r"/v1/chat/completions/control", STEER, "llama"),
-    (None, ANY, TAKE, "llama"))
+    (None, r".*", TAKE, "llama"))
 
 def passing_table(engine, gated, own=()):
     """The table of a front that passes everything but its own rows and the gated POSTs."""
-    return (*first_rows(engine), *own, (("POST",), gated, TAKE, engine), (None, ANY, PASS, engine))
+    return (*first_rows(engine), *own, (("POST",), gated, TAKE, engine), (None, r".*", PASS, engine))
 
 OLLAMA_TABLE = passing_table(
     "ollama", r"/api/(?:generate|chat|embed|embeddings)|/v1/(?:(?:chat/)?completions|embeddings|responses"
@@ -1931,9 +1933,8 @@ class Answer(Head):
 
 SMALL, LARGE = 64 * 1024, 1 << 20       # bytes of one recv; LARGE once a body is known to be long
 SPOOL_BYTES, COPY_BYTES = 4 * MIB, 4 * MIB      # kept of a body that waits; of an answer that may name a job
-CONNECT_SECONDS, LINGER_SECONDS, VANISHED_SECONDS = 5.0, 2.0, 60
+CONNECT_SECONDS, LINGER_SECONDS, REUSE_SECONDS, VANISHED_SECONDS = 5.0, 2.0, 2.0, 60
 SLOW_SECONDS, SLOW_BYTES = 10.0, 640 * 1024     # a body that holds the card brings that much in that time
-REUSE_SECONDS = 2.0                     # an idle connection to an engine older than that carries no POST
 
 def bound_socket(sock, receive, send):
     """Blocking, without Nagle, with limits in seconds (0: none) kept by the kernel; notices dead peers."""
@@ -2112,7 +2113,7 @@ class Upstream(http.client.HTTPConnection):
         bound_socket(self.sock, 0, self.stall)
 
     def fits(self, method):
-        """Whether, kept, it may carry this: an engine may close it at any moment, and no POST is resent."""
+        """Whether, kept, it may carry this: the engine may close it, no POST is resent; so only if young."""
         young = time.monotonic() - self.idle_since < REUSE_SECONDS
         return self.sock is not None and (young or method in READS) and not readable(self.sock, 0)
 
@@ -2461,8 +2462,8 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, endpoint, front, world):
         self.front, self.world = front, world           # world: settings, card, engines, eyes, watcher
         self.most = max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 3)      # connections
-        four = "." in endpoint.host or not socket.has_ipv6
-        self.address_family = socket.AF_INET if four else socket.AF_INET6
+        if ":" in endpoint.host or not endpoint.host and socket.has_ipv6:
+            self.address_family = socket.AF_INET6
         super().__init__(endpoint, Handler)
 
     def server_bind(self):
@@ -2873,12 +2874,12 @@ def main(argv, environ):
     try:
         settings = read_settings(argv, environ)
         if settings.h or settings.version:
-            print(usage() if settings.h else f"stadi {VERSION}")
+            print(usage() if settings.h else f"stadi {VERSION}", flush=True)
             return 0
         complete(settings, environ)
         if settings.check:
             found = list(findings(settings, environ))
-            print(*(f"{level:7} {text}" for level, text in found), sep="\n")
+            print(*(f"{level:7} {text}" for level, text in found), sep="\n", flush=True)
             return int("error" in dict(found))
         handler, LogFormat.as_json = logging.StreamHandler(sys.stderr), settings.log_format == "json"
         handler.setFormatter(LogFormat())
@@ -2896,5 +2897,4 @@ def main(argv, environ):
 
 if __name__ == "__main__":
     code = main(sys.argv[1:], os.environ)
-    sys.stdout.flush()
     os._exit(code)                          # threads that wait for clients and engines hold nothing any more
