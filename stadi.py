@@ -253,7 +253,7 @@ class Meter:
     """Reads the VRAM in use. One that hangs (nvidia-smi, a wedged driver) costs a thread, not the caller."""
     def __init__(self, source, read, every=0.05):
         self.source, self.every = source, every      # every: seconds between two readings of one wait
-        self.last, self.error, self._fresh = None, "", None
+        self.last, self.error, self._got = None, "", []     # _got: what the thread under way has read
         self._read, self._lock, self._thread = read, threading.Lock(), None
 
     def read(self, seconds=BLIND):
@@ -262,23 +262,23 @@ class Meter:
             return None
         with self._lock:
             if not (self._thread and self._thread.is_alive()):
-                self._fresh, self._thread = None, start(self._attempt)
-            thread = self._thread
-        if not thread:
-            return None
-        thread.join(0 if self.error == f"{self.source} does not answer" else seconds)     # waited for once
-        if thread.is_alive():
+                self._got, self._began = [], time.monotonic()
+                self._thread = start(self._attempt, self._got)
+            thread, got, left = self._thread, self._got, self._began + BLIND - time.monotonic()
+        if thread:
+            thread.join(max(0.0, min(seconds, left)))       # one that hangs is not waited for again
+        if not thread or thread.is_alive():
             self.error = f"{self.source} does not answer"
             return None
-        return self._fresh
+        return got[0] if got else None
 
-    def _attempt(self):
+    def _attempt(self, got):
         try:
             reading = self._read()
             if reading and not 0 <= reading.used <= (reading.total or 1024 * GIB):
                 raise ValueError(f"{reading.used} bytes in use is nonsense")
-            self._fresh = self.last = reading
-            self.error = ""
+            self.last, self.error = reading, ""
+            got.append(reading)
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             self.error = f"{self.source}: {error or type(error).__name__}"
 
@@ -1265,7 +1265,7 @@ class Router(Loader):
         elif status != 200 or not isinstance(rows, list):
             trouble = f"GET /models gave {status} and no list of models: is it llama-server in router mode?"
         elif not all(isinstance(member(row, "status"), dict) for row in rows):
-            trouble = "it was started with a model and can't be unloaded: start llama-server without -m"
+            trouble = "it can't be unloaded: start llama-server in router mode, without -m"
         self.note(trouble)
         if trouble:
             raise Trouble(trouble, answered=True)
