@@ -2559,7 +2559,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _serve(self, request):
         """Answer one request; True if the connection may go on."""
         route = self.front.table.classify(request.method, request.target)
-        self.route_kind = route.kind
+        self.route_kind, request.upgrade = route.kind, request.upgrade and route.kind == PASS
         self._guard(request, route)
         if route.kind == OWN:
             return self._own(request, route)
@@ -2670,7 +2670,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if engine.job_bound:
                 timer = threading.Timer(engine.job_bound, exchange.expire)
                 timer.daemon = True
-                timer.start()
+                with contextlib.suppress(RuntimeError):         # no threads left: unbounded, then
+                    timer.start()
             return self._run(exchange, engine, spool)
         finally:
             if timer:
@@ -2715,9 +2716,8 @@ def findings(settings, environ):
     comfy = settings.comfy and Comfy(settings.comfy, 0, 0, None)
     for engine in filter(None, (settings.ollama and Ollama(settings.ollama, 0), comfy)):
         engine.probe()
-        title, wrong = engine.title, engine.trouble
-        text = f"{title}, {SETTINGS[engine.name]}: {wrong or f'answers at http://{engine.endpoint}'}"
-        yield "warning" if wrong else "ok", text
+        text = engine.trouble or f"answers at http://{engine.endpoint}"
+        yield "warning" if engine.trouble else "ok", f"{engine.title}, {SETTINGS[engine.name]}: {text}"
     try:
         meter = find_meter(settings, environ, comfy and comfy.reading)
         reading = meter.read()
