@@ -245,9 +245,7 @@ STEADY_SECONDS, STEADY_BYTES = 2.0, 64 * MIB    # the driver frees in steps; wha
 FLOOR_BYTES = 256 * MIB                         # what contexts of a desktop vary by
 NUDGE_SECONDS, BLIND = 1.5, 5.0                 # no reading for BLIND seconds: the card can't be seen, go on
 
-class Reading(NamedTuple):
-    used: int                   # bytes
-    total: int | None           # bytes, where the source knows
+Reading = collections.namedtuple("Reading", "used total")   # bytes; total: None where the source can't tell
 
 class Meter:
     """Reads the VRAM in use. One that hangs (nvidia-smi, a wedged driver) costs a thread, not the caller."""
@@ -280,7 +278,9 @@ class Meter:
             self.last, self.error = reading, ""
             got.append(reading)
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
-            self.error = f"{self.source}: {error or type(error).__name__}"
+            before, self.error = self.error, f"{self.source}: {error or type(error).__name__}"
+            if self.error != before:
+                log.warning("VRAM cannot be read: %s", self.error)
 
 def _printed(command):
     """What a command prints, as lines; bounded. Raises ValueError with its own last words when it fails."""
@@ -290,9 +290,13 @@ def _printed(command):
         raise ValueError(f"{command[0]} ended with exit code {done.returncode}: {words}")
     return done.stdout.strip().splitlines()
 
-mebibytes = matching(r"\d+(\.\d+)?", "it prints no number of MiB (a pipe needs sh -c '...')", float)
 def _vram_cmd(command):
-    return lambda: Reading(int(mebibytes((_printed(command) or [""])[0].strip()) * MIB), None)
+    def read():
+        printed = (_printed(command) or [""])[0].strip()
+        if not re.fullmatch(r"\d+(\.\d+)?", printed, re.ASCII):
+            raise ValueError(f"{printed[:80]!r} is no number of MiB (a pipe needs sh -c '...')")
+        return Reading(int(float(printed) * MIB), None)
+    return read
 
 def _amdgpu(folder):
     def number(name):
@@ -424,11 +428,8 @@ class Gone(Exception):
 class GivenUp(Exception):
     """A hand-over that nobody wants any more, ended on purpose."""
 
-class Eviction(NamedTuple):
-    freed: bool                 # something was really asked to let go
-    verified: bool              # and it was seen to have done so
-    note: str = ""
-    before: int | None = None   # bytes used when it began, where that was before the hand-over
+# freed: something was asked to let go; verified: and seen to; before: bytes used before, if not at the hand-over
+Eviction = collections.namedtuple("Eviction", "freed verified note before", defaults=("", None))
 
 class Hold:
     """One right to use the card. Ends once: by release(), or by revoke()."""
@@ -920,7 +921,7 @@ def kin(group, token):
     """Live processes that are in the group (a process group's id) or carry the token in their environment."""
     mark = f"{TOKEN}={token}".encode()
     return [pid for pid in pids() if pid != os.getpid() and (alive := life(pid)) and (
-        alive[0] == group or mark in proc(f"{pid}/environ").split(b"\0"))]
+        alive[0] == group or token and mark in proc(f"{pid}/environ").split(b"\0"))]
 
 def end_kin(group, token):
     """Kill them until none is left, for 2 s at most; returns those that are."""
@@ -1617,10 +1618,7 @@ class BadMessage(Refused):
     def __init__(self, text, status=400):
         super().__init__(status, text, "invalid_request_error")
 
-class Route(NamedTuple):
-    kind: str                   # TAKE, PASS, WATCH, OWN, STEER
-    engine: str                 # name; "" for OWN
-    path: str                   # decoded and cleaned
+Route = collections.namedtuple("Route", "kind engine path")     # engine: name, "" for OWN; path: cleaned
 
 READS = ("GET", "HEAD")
 PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
