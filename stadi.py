@@ -428,7 +428,7 @@ class Gone(Exception):
 class GivenUp(Exception):
     """A hand-over that nobody wants any more, ended on purpose."""
 
-# freed: something was asked to let go; verified: and seen to; before: bytes used before, if not at the hand-over
+# freed: something was asked to let go; verified: and seen to; before: bytes used when it began, if earlier
 Eviction = collections.namedtuple("Eviction", "freed verified note before", defaults=("", None))
 
 class Hold:
@@ -1702,7 +1702,7 @@ class Table:
 # What is ambiguous is refused, never repaired. One compiled expression judges a whole head, in C, without
 # backtracking (possessive quantifiers); a second finds the few fields that matter; the rest goes on as it is.
 
-HEAD_BYTES, FIELDS_MOST, CHUNK_EXT = 64 * 1024, 256, 1024
+HEAD_BYTES, FIELDS_MOST, NAMED_MOST, CHUNK_EXT, TRAILER_BYTES = 64 * 1024, 256, 32, 1024, 8192
 HEAD_SECONDS, INTERIM_MOST = 10.0, 64   # from a head's first byte to its last; 1xx before the answer
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
@@ -1713,7 +1713,7 @@ ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d(?: [\t\x20-\x7e\x80-\xff]*+)?+)
 FIELDS = re.compile(_FIELDS)
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+\r\n" % CHUNK_EXT)
 NOT_TEXT = re.compile(rb"[^\t\r\n\x20-\x7e\x80-\xff]|(?<!\r)\n|\r[^\n]|^\r|^[\x80-\xff]")
-HOST = re.compile(r"(?a)(?:[\w-]+(?:\.[\w-]+)*\.?|\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\])(?::\d{1,5})?")
+HOST = re.compile(r"(?a)(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-fA-F.]*+:)[\da-fA-F:.]++\])(?::\d{1,5})?")
 
 # Hop-by-hop (RFC 9110, 7.6.1), Expect (answered here), and what stadi sets itself. NOTED reads lower case.
 _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer"
@@ -1785,8 +1785,8 @@ class Chunked:
             return at + 2
         end = data.find(b"\r\n\r\n", at)
         fields = data[at:] if end < 0 else data[at:end + 2]
-        odd = len(fields) > HEAD_BYTES or NOT_TEXT.search(fields) if end < 0 else not FIELDS.fullmatch(fields)
-        if odd or any(name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower())):
+        if len(fields) > TRAILER_BYTES or end >= 0 and (not FIELDS.fullmatch(fields) or any(
+                name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower()))):
             raise BadMessage("the trailers cannot be read")
         self.done = end >= 0
         return end + 4 if self.done else at
@@ -1806,10 +1806,10 @@ class Head:
         if not PASSED.issuperset(values):
             self.fields = STRIP.sub(b"", fields)
             self.named = [token.strip(b"\t ") for token in values.get(b"connection", b"").split(b",")]
-            for token in set(self.named) - NAMELESS:
-                self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
-        if fields.count(b"\n") > FIELDS_MOST:
+        if fields.count(b"\n") > FIELDS_MOST or len(self.named) > NAMED_MOST:
             raise BadMessage("too many header fields", 431)
+        for token in set(self.named) - NAMELESS:
+            self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
 
     def one(self, name):
         """The value of a field that may stand there once at the most, or None."""
@@ -1998,14 +1998,16 @@ class Client:
 
     def read_head(self):
         """The next head's bytes; None when the client closed, or stayed idle. Raises BadMessage."""
-        data, started = self.buf, 0.0
+        data, started, seen = self.buf, 0.0, 0
         while not 0 <= (end := data.find(b"\r\n\r\n")) <= HEAD_BYTES:
             if len(data) > HEAD_BYTES:
                 raise BadMessage("the head is too large", 431 if b"\r\n" in data[:HEAD_BYTES] else 414)
             if data:                # a TLS hello, or noise, can't become a head any more: no deadline for it
                 line, whole, _ = data.partition(b"\r\n")
-                if NOT_TEXT.search(data) or whole and not REQUEST.match(line + b"\r\n\r\n"):
+                new = whole and seen < len(line) + 2            # each byte is judged once: a head may drip
+                if NOT_TEXT.search(data, max(0, seen - 1)) or new and not REQUEST.match(line + b"\r\n\r\n"):
                     raise BadMessage("this is no clean HTTP/1.1 request head")
+                seen = len(data)
                 started = started or time.monotonic()
                 if not readable(self.sock, started + HEAD_SECONDS - time.monotonic()):
                     raise BadMessage(f"the head was not complete within {HEAD_SECONDS:g}s", 408)
