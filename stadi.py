@@ -81,6 +81,7 @@ gibibytes = matching(r"\d+(\.\d+)?", "is no size; write GiB: 2, 0.5", lambda tex
 gpu = matching(r"|\d+|none|comfy|(?:[0-9A-Fa-f]+:)?[0-9A-Fa-f]+:[0-9A-Fa-f]+\.\d",
                "is no card; write an index (0), a PCI address (0000:03:00.0), comfy or none")
 
+secret = functools.partial(re.sub, r"[^!-~]", "")       # a stray CR would end up in an error that quotes it
 def one_of(*choices):
     return matching(f"(?i:{'|'.join(choices)})", f"is none of {', '.join(choices)}", str.lower)
 
@@ -133,7 +134,7 @@ SETTINGS = {flag: Setting(flag, default, read, text, *variable or ["STADI_" + fl
             for flag, default, read, text, *variable in (       # variable: where it is not STADI_FLAG
     ("listen", "127.0.0.1:55558", listen_address, "where clients of the router and sd-server go; :port, off"),
     ("llm", "http://127.0.0.1:55555", engine_url, "llama.cpp's router (llama-server without a model); off"),
-    ("llm-key", "", str, "the router's --api-key, for stadi's own calls; never shown or logged"),
+    ("llm-key", "", secret, "the router's --api-key, for stadi's own calls; never shown or logged"),
     ("sd", "http://127.0.0.1:55557", engine_url, "where sd-server, stadi's child, comes up; off"),
     ("idle", "5m", duration, "stop sd-server this long after the last image request ended; 0 never"),
     ("busy-wait", "2m", duration, "how long a chat waits for a render, then 503; 0 without end"),
@@ -1158,7 +1159,7 @@ def member(value, key):
 def job_in(body, key):
     """The id of a job under this key of an answer, or None."""
     job = member(parsed(body), key)
-    return job if isinstance(job, str) and job else None
+    return job if isinstance(job, str) else None
 
 class Engine:
     """What the Card and the followers ask of an engine. A new one is a class and one line in the wiring."""
@@ -1550,7 +1551,7 @@ class Comfy(Engine):
 
     def ended(self, job, seconds):
         """An accepted job is in the queue or in the history, unless it was deleted or the process died."""
-        path = f"/history/{urllib.parse.quote(job, safe='')}"
+        path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
             for last in (False, True):
                 status, history = self.ask("GET", path, seconds=seconds, most=QUEUE_BYTES)
@@ -1713,7 +1714,7 @@ ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d(?: [\t\x20-\x7e\x80-\xff]*+)?+)
 FIELDS = re.compile(_FIELDS)
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+\r\n" % CHUNK_EXT)
 NOT_TEXT = re.compile(rb"[^\t\r\n\x20-\x7e\x80-\xff]|(?<!\r)\n|\r[^\n]|^\r|^[\x80-\xff]")
-HOST = re.compile(r"(?a)(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-fA-F.]*+:)[\da-fA-F:.]++\])(?::\d{1,5})?")
+HOST = re.compile(r"(?a)(?!.{300})(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-f.]*+:)[\da-f:.]++\])(?::\d{1,5})?")
 
 # Hop-by-hop (RFC 9110, 7.6.1), Expect (answered here), and what stadi sets itself. NOTED reads lower case.
 _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer"
@@ -1908,7 +1909,7 @@ class Answer(Head):
         self.body = self.framing(UntilEnd())
         if self._method == "HEAD" or self.status in (101, 204, 304):
             self.body = NOTHING
-        if self.status == 204:
+        if self.status in (101, 204):
             self.fields = re.sub(rb"(?im)^content-length:[^\n]*\n", b"", self.fields)
         self.closes = not self.minor or b"close" in self.named or isinstance(self.body, UntilEnd)
         return self
@@ -2286,7 +2287,7 @@ class Exchange:
             self._to_client(view[:body.feed(view[:count])])
 
     def _upgrade(self, answer):
-        if not self.request.upgrade or b"upgrade" not in answer.named:
+        if not self.request.upgrade or answer.values.get(b"upgrade") != b"websocket":
             raise BadMessage("the engine switched protocols unasked")
         self.status, self.keep, self._sent = 101, False, True
         self.client.on_leave()                      # a half-close is carried over
@@ -2326,9 +2327,9 @@ class LogFormat(logging.Formatter):
             message += " | " + self.formatException(record.exc_info)
         if self.as_json:
             return json.dumps({"time": at, "level": record.levelname, "msg": message, **fields})
-        words = "".join(f" {key}={json.dumps(value) if isinstance(value, (str, list)) else value}"
-                        for key, value in fields.items())
-        return re.sub(r"[\x00-\x1f\x7f]+", " ", f"{at} {record.levelname:7} {message}{words}")
+        words = "".join(f" {key}={json.dumps(value)}" for key, value in fields.items())
+        line = f"{at} {record.levelname:7} {message}{words}"            # without what steers a terminal
+        return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+", " ", line)
 
 class Histogram:
     """Counts by upper bound in seconds, as Prometheus wants them: cumulative when shown."""
@@ -2619,10 +2620,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _pass(self, request, route, engine, hold=None, spool=None):
         return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool or Spool())
-    def _steer(self, request, route, engine):
-        """Steering a completion that runs must not queue behind it."""
-        return (self._pass if self.world.card.has(engine) else self._take)(request, route, engine)
-
     def _watch(self, request, route, engine):
         """Looking may neither turn the card round nor keep anything there."""
         if engine.kind == LLM:
@@ -2652,13 +2649,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 spool.add(block)
                 if spool.size >= SPOOL_BYTES and card.free_for(engine):
                     break
-            if request.body.done and engine.spares(route.path, request, spool.whole()):
+            if request.body.done and (route.kind == STEER and card.has(engine)      # it steers what runs now
+                                      or engine.spares(route.path, request, spool.whole())):
                 return self._pass(request, route, engine, None, spool)
             hold = card.acquire(engine, f"{request.method} {route.path}", self.front.limits[engine.kind],
                                 joins, self.client.on_leave)
             return self._held(request, route, hold, spool, joins)
         finally:
             spool.close()
+
+    _steer = _take
 
     def _held(self, request, route, hold, spool, joins):
         """Relay under a hold, which ends with the answer, or with the job that the answer names."""
@@ -2682,7 +2682,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 elif exchange.status:
                     hold.job = engine.job_of(route.path, exchange.status, b"".join(exchange.copied))
             finally:
-                if not hold.job or hold.revoked:
+                if hold.job is None or hold.revoked:
                     card.release(hold)
                 elif not start(follow, card, hold):     # no threads left: this one will do
                     follow(card, hold)
