@@ -7368,7 +7368,7 @@ def test_wire_the_recorder_resets_and_half_closes(wire_recorder):
                                                link.wait_end())
     client = WireClient(wire_recorder.port)
     client.send(b"GET /x HTTP/1.1\r\n\r\n")
-    assert client.to_end()[0].complete and wire_recorder.links[-1].ended is None
+    assert client.to_end()[0].complete and wire_recorder.links[-1].ended in (None, "local")
 
 
 # ----- the wire: framing from the client -----------------------------------------------------------
@@ -8522,9 +8522,8 @@ def wire_reset_peak(stadi):
 @pytest.mark.parametrize("way, framing", [("up", "length"), ("up", "chunked"), ("down", "length"),
                                           ("down", "chunked")])
 def test_wire_300_mb_pass_with_an_equal_hash_and_flat_memory(wire, way, framing):
-    if not WIRE_FULL and wire.front.name != "llm" and (way, framing) not in (("up", "length"),
-            ("down", "chunked")):
-        pytest.skip("one framing each way will do here; STADI_FULL=1 tries them all, with 3 GB")
+    if not WIRE_FULL and wire.front.name != "llm":
+        pytest.skip("one front will do here; STADI_FULL=1 tries them all, with 3 GB")
     total, block = (3 << 30) if WIRE_FULL else (300 << 20), random.Random(7).randbytes(1 << 20)
     count, sent, got = total // len(block), hashlib.sha256(), hashlib.sha256()
     for _ in range(count):
