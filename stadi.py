@@ -1063,7 +1063,7 @@ class Child:
         own = set().union(*map(sockets_of, kin(self.pid, self._token))) if inodes else set()
         if inodes - own and not self.gone.is_set():
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
-        return bool(inodes)
+        return bool(inodes & own)
 
     def stop(self, seconds=TERM_SECONDS, kill_seconds=KILL_SECONDS):
         """TERM, then KILL after these seconds. True when it is gone; False when even KILL does not end it."""
@@ -1361,18 +1361,18 @@ class Sd(Engine):
     def _await(self, child, cancelled):
         """Ready is: alive, it (not a stranger) listens, it answers. The port opens only after the load."""
         end, pause = time.monotonic() + self._load_wait, 0.02
-        while not child.gone.wait(pause):
+        while not child.ready:
+            if child.gone.wait(pause):
+                raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
             if cancelled.is_set():
                 raise GivenUp
             if child.listening():
                 with contextlib.suppress(Trouble):
                     call(self.endpoint, "GET", "/sdcpp/v1/capabilities")
                     child.ready = child.listening()     # once more: who answered was the child
-                    return
-            if time.monotonic() > end:
+            if time.monotonic() > end and not child.ready:
                 raise SpawnError(f"no answer within {self._load_wait:g}s (-load-wait); log: {child.log_file}")
             pause = min(0.1, pause * 1.2)
-        raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
 
     def job_of(self, path, status, body):
         return job_in(body, "id") if status == 202 and path in self.jobs else None
