@@ -257,8 +257,6 @@ class Meter:
 
     def read(self, seconds=BLIND):
         """A fresh Reading, or None after at most this many seconds; then .error says why."""
-        if self._read is None:
-            return None
         with self._lock:
             if not (self._thread and self._thread.is_alive()):
                 self._got, self._began = [], time.monotonic()
@@ -317,12 +315,10 @@ def _nvidia(address):
 def cards(environ):
     """Every card that can be read: (total bytes, index, PCI address, Meter)."""
     root, found = environ.get("STADI_DRM_ROOT") or "/sys/class/drm", []
-    names = os.listdir(root) if os.path.isdir(root) else ()
-    for number in sorted(int(name[4:]) for name in names if re.fullmatch(r"card\d+", name)):
-        folder = f"card{number}"
-        device = os.path.join(root, folder, "device")
+    for number in range(256):                   # there are gaps, and cards of other makers
+        device = os.path.join(root, f"card{number}", "device")
         with contextlib.suppress(OSError, ValueError):
-            meter = Meter(f"amdgpu's {folder}/device/mem_info_vram_used", read := _amdgpu(device))
+            meter = Meter(f"amdgpu's card{number}/device/mem_info_vram_used", read := _amdgpu(device))
             found.append((read().total, str(len(found)), os.path.basename(os.path.realpath(device)), meter))
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
@@ -338,7 +334,7 @@ def find_meter(settings, environ, comfy=None):
         if not shutil.which(program := settings.vram_cmd[0]):
             raise Usage(f"{SETTINGS['vram-cmd']}: {program!r} is not there, or cannot be executed")
         return Meter("-vram-cmd", _vram_cmd(settings.vram_cmd), 0.25)
-    other = Meter("ComfyUI", comfy, 0.25) if comfy and settings.gpu != "none" else Meter("none", None)
+    other = Meter("ComfyUI", comfy, 0.25) if comfy and settings.gpu != "none" else Meter("none", lambda: None)
     here = settings.sd or any(url and url.loopback for url in (settings.llm, settings.ollama, settings.comfy))
     if settings.gpu in ("none", "comfy"):
         return other
@@ -352,62 +348,52 @@ def find_meter(settings, environ, comfy=None):
             raise Usage(f"{SETTINGS['gpu']}: no card {settings.gpu}; {there or 'none is here'}; leave it out")
     return max(found, key=lambda card: card[0])[-1] if found else other
 
-class Settling:
-    """Decides, reading by reading, whether the card was given back. Pure: time comes in as an argument."""
-    def __init__(self, before, floor, free_below):
-        self.before, self.floor, self.free_below = before, floor, free_below     # bytes, or None
-        self.lowest = self._level = self._since = None
-
-    def back(self, now, used):
-        """Whether this reading (bytes, at now seconds) completes the proof."""
-        self.lowest = used if self.lowest is None else min(self.lowest, used)
-        if self._level is None or abs(used - self._level) > STEADY_BYTES:
-            self._level, self._since = used, now
-        if used < self.free_below:
-            return True
-        fallen = self.floor is None and self.before is not None and used < self.before - STEADY_BYTES
-        return now - self._since >= STEADY_SECONDS and (self.is_level(used) or fallen)
-
-    def is_level(self, used):
-        """Whether this is what a free card uses, as far as is known."""
-        return used < self.free_below or self.floor is not None and used <= self.floor + FLOOR_BYTES
-
 class Vram:
     """The card's memory: its meter, its floor, and the wait for its return. Used by the mover."""
     def __init__(self, meter, free_below, wait, clock=time.monotonic, sleep=time.sleep):
         self.meter, self.free_below, self.bound = meter, free_below, wait
         self.floor = None       # bytes: the lowest level after a verified eviction, with nothing resident
         self._clock, self._sleep = clock, sleep
+    def _read(self):
+        return self.meter.read(min(BLIND, self.bound))
     def used(self):
-        return getattr(self.meter.read(min(BLIND, self.bound)), "used", None)
+        return getattr(self._read(), "used", None)
+
+    def _is_free(self, used):
+        """Whether this is what a free card uses, as far as is known."""
+        return used < self.free_below or self.floor is not None and used <= self.floor + FLOOR_BYTES
 
     def wait_back(self, before, verified, nudge, cut):
         """Wait until what was evicted has left the card; "" or a warning that says how much is still used.
         before: bytes used when it began. nudge() is called again and again; cut(): no need of it any more."""
-        start = seen = nudged = self._clock()
-        settling = Settling(before, self.floor, self.free_below)
-        if before is not None and settling.is_level(before) or self.meter.source == "none":
+        if before is not None and self._is_free(before) or self.meter.source == "none":
             if verified and self.floor is not None:
                 self.floor = min(self.floor, self.used() or self.floor)
             return ""
+        began = seen = nudged = level_since = self._clock()
+        level = lowest = float("inf")
         while True:
-            reading, now = self.meter.read(min(BLIND, self.bound)), self._clock()
+            reading, now = self._read(), self._clock()
             if now - nudged >= NUDGE_SECONDS:
                 nudged = now
                 nudge()
             if reading:
-                seen = now
-                if settling.back(now, reading.used):
-                    if verified and (self.floor is None or settling.lowest < self.floor):
-                        self.floor = settling.lowest
+                seen, used, lowest = now, reading.used, min(lowest, reading.used)
+                if abs(used - level) > STEADY_BYTES:
+                    level, level_since = used, now
+                fallen = self.floor is None and before is not None and used < before - STEADY_BYTES
+                steady = now - level_since >= STEADY_SECONDS
+                if used < self.free_below or steady and (self._is_free(used) or fallen):
+                    if verified and (self.floor is None or lowest < self.floor):
+                        self.floor = lowest
                     return ""
             elif now - seen >= BLIND:
                 return f"VRAM cannot be read ({self.meter.error}): went on without"
             if cut():
                 return "the wait for the VRAM was cut short: the next job is the same engine's"
-            if now - start >= self.bound:
-                if verified and settling.lowest is not None:
-                    self.floor = settling.lowest
+            if now - began >= self.bound:
+                if verified and lowest < float("inf"):
+                    self.floor = lowest
                 used = f"{reading.used / GIB:.1f} GiB still used" if reading else self.meter.error
                 return f"VRAM did not return within {self.bound:g}s (-vram-wait): {used}; went on"
             self._sleep(self.meter.every)
