@@ -168,21 +168,18 @@ SETTINGS = {flag: Setting(flag, default, read, text, *variable or ["STADI_" + fl
 )}
 SWITCHES = {"check": "look at the world with these settings, say what to do, and exit, writing nothing",
             "version": "print the version and exit", "h": "print this help and exit"}
-COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual ports"}
-TURNSTILE = {"listen": "off", "listen-ollama": ":11434", "listen-comfy": ":8188"}     # its defaults
+TURNSTILE = {"listen": "off", "listen-ollama": ":11434", "listen-comfy": ":8188"}     # that word's defaults
 
 def read_flags(argv):
-    """(command, {flag: text}, switches). Flags are Go's: -x v, -x=v, --x v, --x=v; any word is a value."""
-    given, switches, command, words = {}, set(), "", collections.deque(argv)
+    """({flag: text}, defaults, switches). Flags are Go's: -x v, -x=v, --x v, --x=v; any word is a value."""
+    given, defaults, switches, words = {}, {}, set(), collections.deque(argv)
     while words:
         word = words.popleft()
         found = re.fullmatch(r"--?([a-z][a-z-]*)(?:=(.*))?", word, re.DOTALL)
         flag = found and {"help": "h"}.get(found[1], found[1])
-        if not found and word in COMMANDS and not command:
-            command = word
-        elif flag in SWITCHES:
-            if found[2] is not None:
-                raise Usage(f"-{flag} takes no value")
+        if word == "turnstile":
+            defaults = TURNSTILE
+        elif flag in SWITCHES and found[2] is None:
             switches.add(flag)
         elif flag not in SETTINGS:
             advice = "; put all of -sd-args in quotes" if " " not in given.get("sd-args", " ") else ""
@@ -191,16 +188,15 @@ def read_flags(argv):
             raise Usage(f"{SETTINGS[flag]} needs a value")
         else:
             given[flag] = words.popleft() if found[2] is None else found[2]
-    return command, given, switches
+    return given, defaults, switches
 
 def read_settings(argv, environ):
     """All settings as a namespace: from flags, then environment, then default. Raises Usage."""
-    command, given, switches = read_flags(argv)
-    values = types.SimpleNamespace(command=command, **{name: name in switches for name in SWITCHES})
-    turned = TURNSTILE if command == "turnstile" else {}
+    given, defaults, switches = read_flags(argv)
+    values = types.SimpleNamespace(**{name: name in switches for name in SWITCHES})
     for flag, setting in SETTINGS.items():
-        variable = "" if turned and flag == "listen" else setting.variable
-        text = given.get(flag) or environ.get(variable) or turned.get(flag, setting.default)
+        variable = "" if defaults and flag == "listen" else setting.variable
+        text = given.get(flag) or environ.get(variable) or defaults.get(flag, setting.default)
         try:
             setattr(values, flag.replace("-", "_"), setting.read(text))
         except ValueError as error:
@@ -229,12 +225,11 @@ def complete(values, environ):
             if other != flag:
                 advice = "; OLLAMA_HOST=127.0.0.1:11435 moves Ollama" if flag == "ollama" else "; change one"
                 raise Usage(f"{SETTINGS[flag]}: port {endpoint.port} is that of {SETTINGS[other]}{advice}")
-    cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     values.sd_log_dir = os.path.abspath(values.sd_log_dir or os.path.join(cache, "stadi"))
-    return values
 
 def usage():
-    rows = list(COMMANDS.items())
+    rows = [("turnstile", "stand in front of Ollama and ComfyUI on their usual ports")]
     for flag, default, _, text, variable in SETTINGS.values():
         rows.append((f"-{flag} {default}".rstrip() + (f"   [{variable}]" if variable else ""), text))
     rows += [(f"-{name}", text) for name, text in SWITCHES.items()]
@@ -290,18 +285,16 @@ def _printed(command):
     return done.stdout.strip().splitlines()
 
 def _vram_cmd(command):
-    def read():
-        printed = (_printed(command) or [""])[0].strip()
-        if not re.fullmatch(r"\d+(\.\d+)?", printed, re.ASCII):
-            raise ValueError(f"{printed[:80]!r} is no number of MiB (a pipe needs sh -c '...')")
-        return Reading(int(float(printed) * MIB), None)
-    return read
+    printed = (_printed(command) or [""])[0].strip()
+    if not re.fullmatch(r"\d+(\.\d+)?", printed, re.ASCII):
+        raise ValueError(f"{printed[:80]!r} is no number of MiB (a pipe needs sh -c '...')")
+    return Reading(int(float(printed) * MIB), None)
 
 def _amdgpu(folder):
     def number(name):
         with open(os.path.join(folder, name), encoding="ascii") as file:
             return int(file.read())
-    return lambda: Reading(number("mem_info_vram_used"), number("mem_info_vram_total"))
+    return Reading(number("mem_info_vram_used"), number("mem_info_vram_total"))
 
 def _nvidia_rows():
     query = "--query-gpu=index,pci.bus_id,memory.used,memory.total"
@@ -310,7 +303,7 @@ def _nvidia_rows():
         yield index, address, Reading(int(used) * MIB, int(total) * MIB)
 
 def _nvidia(address):
-    return lambda: next((reading for _, bus, reading in _nvidia_rows() if bus == address), None)
+    return next((reading for _, bus, reading in _nvidia_rows() if bus == address), None)
 
 def cards(environ):
     """Every card that can be read: (total bytes, index, PCI address, Meter)."""
@@ -318,12 +311,13 @@ def cards(environ):
     for number in range(256):                   # there are gaps, and cards of other makers
         device = os.path.join(root, f"card{number}", "device")
         with contextlib.suppress(OSError, ValueError):
-            meter = Meter(f"amdgpu's card{number}/device/mem_info_vram_used", read := _amdgpu(device))
-            found.append((read().total, str(len(found)), os.path.basename(os.path.realpath(device)), meter))
+            reading, address = _amdgpu(device), os.path.basename(os.path.realpath(device))
+            source, read = f"card{number}/device/mem_info_vram_used", functools.partial(_amdgpu, device)
+            found.append((reading.total, str(len(found)), address, Meter(f"amdgpu's {source}", read)))
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             for index, address, reading in _nvidia_rows():
-                meter = Meter(f"nvidia-smi {index}", _nvidia(address), 0.25)
+                meter = Meter(f"nvidia-smi {index}", functools.partial(_nvidia, address), 0.25)
                 found.append((reading.total, index, address, meter))
     return found
 
@@ -333,7 +327,7 @@ def find_meter(settings, environ, comfy=None):
     if settings.vram_cmd:
         if not shutil.which(program := settings.vram_cmd[0]):
             raise Usage(f"{SETTINGS['vram-cmd']}: {program!r} is not there, or cannot be executed")
-        return Meter("-vram-cmd", _vram_cmd(settings.vram_cmd), 0.25)
+        return Meter("-vram-cmd", functools.partial(_vram_cmd, settings.vram_cmd), 0.25)
     other = Meter("ComfyUI", comfy, 0.25) if comfy and settings.gpu != "none" else Meter("none", lambda: None)
     here = settings.sd or any(url and url.loopback for url in (settings.llm, settings.ollama, settings.comfy))
     if settings.gpu in ("none", "comfy"):
@@ -2420,8 +2414,6 @@ class Eyes:
         status, lines = self.status(), []
         waiting = collections.Counter(row["kind"] for row in status["waiting"])
         holder, vram = (status["holder"] or {}).get("engine"), status["vram"]
-        with self._lock:
-            requests = list(self._requests.items())
         for name, kind, text, samples in (
                 ("gpu_turnstile_state", "gauge", "1 for the state that the card is in",
                  {f'{{state="{state}"}}': int(status["state"] == state) for state in ("idle", LLM, IMAGE)}),
@@ -2442,7 +2434,7 @@ class Eyes:
                 ("stadi_sd_child_up", "gauge", "whether sd-server lives", {"": int(status["sd_child_up"])}),
                 ("stadi_requests_total", "counter", "requests answered, by front, class and status",
                  {f'{{front="{front}",class="{route}",code="{code}"}}': count
-                  for (front, route, code), count in requests})):
+                  for (front, route, code), count in list(self._requests.items())})):
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             lines += [f"{name}{labels} {value}" for labels, value in samples.items() if value is not None]
             for (span, labels), histogram in list(self._spans.items()):
@@ -2754,21 +2746,19 @@ def findings(settings, environ):
         endpoint = getattr(settings, flag.replace("-", "_"))
         if endpoint and (inodes := listeners(endpoint.port)):
             own = flag == "sd" and os.path.exists(record_file(settings.sd_log_dir, endpoint.port))
-            text = "left behind by stadi: the next start ends it" if own else "end it, or choose another port"
-            text = f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}; {text}"
-            yield "warning" if own else "error", text
+            advice = "left behind by stadi: the next start ends it" if own else "end it, or take another port"
+            yield ("warning" if own else "error",
+                   f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}; {advice}")
         elif endpoint:
             yield "ok", f"port {endpoint.port} (-{flag}) is free"
 
 def sd_program(settings):
     """The path of the sd-server program. Raises Usage."""
-    name = settings.sd_bin
-    if path := shutil.which(name):
+    if path := shutil.which(settings.sd_bin):
         return path
-    wrong = ("is a folder; name the program in it" if os.path.isdir(name) else
-             "cannot be executed; chmod +x, or name the program" if os.path.exists(name) else
-             f"is not {'there' if '/' in name else 'on PATH'}; name sd-server's path, or -sd off")
-    raise Usage(f"{SETTINGS['sd-bin']}: {name!r} {wrong}")
+    wrong = ("cannot be executed: a folder, or no chmod +x" if os.path.exists(settings.sd_bin) else
+             "is not there; a bare name is looked up on PATH")
+    raise Usage(f"{SETTINGS['sd-bin']}: {settings.sd_bin!r} {wrong}; name sd-server's path, or -sd off")
 
 def sd_findings(settings):
     try:
@@ -2776,16 +2766,11 @@ def sd_findings(settings):
     except Usage as error:
         yield "error", str(error)
     for flag, value in zip(settings.sd_args, settings.sd_args[1:]):
-        if flag in MODEL_FLAGS and os.path.isfile(value):
-            yield "ok", f"model {flag} {value}"
-        elif flag in MODEL_FLAGS:
-            wrong = "is a folder" if os.path.isdir(value) else "no such file" if value.startswith("/") else (
-                f"no such file in {os.getcwd()}; write the full path")
-            yield "error", f"model {flag} {value}: {wrong} (-sd-args)"
-    warnings = list(sd_warnings(settings))
-    yield from (("warning", text) for text in warnings)
-    if not warnings:
-        yield "ok", f"-sd-args agree with -sd (port {settings.sd.port})"
+        if flag in MODEL_FLAGS:
+            yield ("ok", f"model {flag} {value}") if os.path.isfile(value) else (
+                "error", f"model {flag} {value}: there is no file {os.path.abspath(value)} (-sd-args)")
+    yield from [("warning", text) for text in sd_warnings(settings)] or [
+        ("ok", f"-sd-args agree with -sd (port {settings.sd.port})")]
     folder = settings.sd_log_dir
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
@@ -2818,23 +2803,19 @@ def router_findings(settings):
 
 def build(settings, environ):
     """The world: engines, card and eyes, wired. Raises Usage where it cannot work."""
-    engines, eyes = {}, Eyes()
-    if settings.llm:
-        engines["llama"] = Router(settings.llm, settings.llm_key, settings.busy_wait, settings.vram_wait)
-    if settings.sd:
-        engines["sd"] = Sd(settings.sd, [sd_program(settings), *settings.sd_args], settings.sd_log_dir,
-                           settings.idle, settings.load_wait, settings.render_wait)
-    if settings.ollama:
-        engines["ollama"] = Ollama(settings.ollama, settings.unload_timeout)
-    if settings.comfy:
-        bounds = settings.comfy_keep, settings.job_timeout
-        engines["comfy"] = Comfy(settings.comfy, *bounds, lambda: vram.used())
-    meter = find_meter(settings, environ, settings.comfy and engines["comfy"].reading)
+    llama = settings.llm and Router(settings.llm, settings.llm_key, settings.busy_wait, settings.vram_wait)
+    sd = settings.sd and Sd(settings.sd, [sd_program(settings), *settings.sd_args], settings.sd_log_dir,
+                            settings.idle, settings.load_wait, settings.render_wait)
+    ollama = settings.ollama and Ollama(settings.ollama, settings.unload_timeout)
+    comfy = settings.comfy and Comfy(settings.comfy, settings.comfy_keep, settings.job_timeout,
+                                     lambda: vram.used())
+    engines, eyes = {engine.name: engine for engine in (llama, sd, ollama, comfy) if engine}, Eyes()
+    meter = find_meter(settings, environ, comfy and comfy.reading)
     vram = Vram(meter, settings.free_gib, settings.vram_wait)
     card = Card(engines.values(), vram, tell=eyes.tell)
     eyes.card, eyes.vram, eyes.engines = card, vram, engines
-    if settings.warm_model and settings.ollama:
-        card.warm = engines["ollama"], lambda hold: engines["ollama"].warm(card, hold, settings.warm_model)
+    if settings.warm_model and ollama:
+        card.warm = ollama, lambda hold: ollama.warm(card, hold, settings.warm_model)
     return types.SimpleNamespace(settings=settings, engines=engines, card=card, eyes=eyes, watcher=Watcher())
 
 def listen(world):
