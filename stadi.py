@@ -108,10 +108,7 @@ def engine_url(text):
 
 def command_line(text):
     """Words of a command line: split at spaces, or as a shell does where it has quotes or backslashes."""
-    try:
-        return shlex.split(text) if set(text) & set("'\"\\") else text.split()
-    except ValueError as error:
-        raise ValueError(f"cannot be split into words: {error}; close the quote") from None
+    return shlex.split(text) if set(text) & set("'\"\\") else text.split()
 
 def items(text):
     return tuple(item.strip() for item in text.split(",") if item.strip())
@@ -2832,10 +2829,8 @@ def listen(world):
         try:
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
-            why = "is no address of this machine" if error.errno == errno.EADDRNOTAVAIL else error.strerror
-            if error.errno == errno.EADDRINUSE:
-                why = f"is taken by {who_listens(listeners(endpoint.port))}; end it, or choose another port"
-            raise Usage(f"{SETTINGS[flag]}: {endpoint} {why}") from None
+            taken = error.errno == errno.EADDRINUSE and f" by {who_listens(listeners(endpoint.port))}; end it"
+            raise Usage(f"{SETTINGS[flag]}: {endpoint}: {error.strerror}{taken or ''}") from None
     return servers
 
 def serve(settings, environ):
@@ -2861,19 +2856,18 @@ def serve(settings, environ):
         log.info("stadi %s answers on http://%s for %s; VRAM by %s", VERSION,
                  Endpoint(*server.server_address[:2]), server.front.name, world.eyes.vram.meter.source)
     log.info("ending: %s", signal.Signals(signals.recv(1)[0]).name)
-    start(end, world, wake)
-    if signals.recv(1)[0] and sd and sd.child:          # a second signal forces; 0 is the end of end()
-        sd.child.stop(0, 1.0)
-    return 0
-
-def end(world, wake):
-    """Refuse new requests, let those in flight end for -grace, stop the child; then wake main."""
-    world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), world.settings.grace)
-    sd = world.engines.get("sd")
+    start(force, signals, sd)
+    world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), settings.grace)
     if sd and not sd.close():
         log.error("sd-server (pid %d) does not end", sd.child.pid)
-    with contextlib.suppress(OSError):                  # forced by a second signal, main has closed it
-        wake.send(b"\0")
+    return 0
+
+def force(signals, sd):
+    """A second signal: no grace for anybody."""
+    signals.recv(1)
+    if sd and sd.child:
+        sd.child.stop(0, 1.0)
+    os._exit(0)
 
 def main(argv, environ):
     try:
