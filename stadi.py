@@ -111,7 +111,7 @@ def command_line(text):
     return shlex.split(text) if set(text) & set("'\"\\") else text.split()
 
 def items(text):
-    return tuple(item.strip() for item in text.split(",") if item.strip())
+    return tuple(text.replace(",", " ").split())
 def names(text):
     return items(text.lower())
 
@@ -307,10 +307,10 @@ def cards(environ):
     root, found = environ.get("STADI_DRM_ROOT") or "/sys/class/drm", []
     for number in range(256):                   # there are gaps, and cards of other makers
         device = os.path.join(root, f"card{number}", "device")
+        read = functools.partial(_amdgpu, device)
         with contextlib.suppress(OSError, ValueError):
-            reading, address = _amdgpu(device), os.path.basename(os.path.realpath(device))
-            source, read = f"card{number}/device/mem_info_vram_used", functools.partial(_amdgpu, device)
-            found.append((reading.total, str(len(found)), address, Meter(f"amdgpu's {source}", read)))
+            total, meter = read().total, Meter(f"amdgpu's card{number}/device/mem_info_vram_used", read)
+            found.append((total, str(len(found)), os.path.basename(os.path.realpath(device)), meter))
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             for index, address, reading in _nvidia_rows():
@@ -2362,7 +2362,7 @@ class Eyes:
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
         self._requests, self._moves, self._jobs = collections.Counter(), collections.Counter(), 0
-        self._spans = collections.defaultdict(Histogram)                # (name, labels) -> Histogram
+        self._spans = collections.defaultdict(Histogram)        # by (name, labels); the Counters by labels
 
     def tell(self, event, **fields):
         """Told by the card, under its lock, at every transition."""
@@ -2376,7 +2376,7 @@ class Eyes:
                 self._spans["stadi_handover_seconds", f'{{phase="{phase}"}}'].add(seconds[phase])
             if fields["from"]:
                 self._spans["gpu_turnstile_unload_seconds", ""].add(seconds["evict"] + seconds["vram"])
-            self._moves[fields["from"] or "none", fields["to"] or "none"] += 1
+            self._moves[f'{{from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"}}'] += 1
         level, name = (logging.INFO, "hand-over") if event == "handover" else (logging.DEBUG, event)
         if log.isEnabledFor(level):
             log.log(level, name, extra={"fields": {
@@ -2385,7 +2385,7 @@ class Eyes:
 
     def count(self, front, kind, status):
         with self._lock:
-            self._requests[front, kind, status] += 1
+            self._requests[f'{{front="{front}",class="{kind}",code="{status}"}}'] += 1
 
     def status(self):
         """The whole state, for JSON; waits for no engine, and for the card's meter a moment at most."""
@@ -2423,15 +2423,13 @@ class Eyes:
                  {f'{{engine="{engine}"}}': int(engine == holder) for engine in self.engines}),
                 ("stadi_waiting", "gauge", "requests that wait for the card",
                  {f'{{kind="{kind}"}}': waiting[kind] for kind in (LLM, IMAGE)}),
-                ("stadi_handovers_total", "counter", "hand-overs of the card",
-                 {f'{{from="{gone}",to="{to}"}}': count for (gone, to), count in list(self._moves.items())}),
+                ("stadi_handovers_total", "counter", "hand-overs of the card", dict(self._moves)),
                 ("stadi_handover_seconds", "histogram", "one phase of a hand-over", {}),
                 ("stadi_vram_used_bytes", "gauge", "VRAM in use", {"": vram["used"]}),
                 ("stadi_vram_total_bytes", "gauge", "the card's VRAM", {"": vram["total"]}),
                 ("stadi_sd_child_up", "gauge", "whether sd-server lives", {"": int(status["sd_child_up"])}),
                 ("stadi_requests_total", "counter", "requests answered, by front, class and status",
-                 {f'{{front="{front}",class="{route}",code="{code}"}}': count
-                  for (front, route, code), count in list(self._requests.items())})):
+                 dict(self._requests))):
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             lines += [f"{name}{labels} {value}" for labels, value in samples.items() if value is not None]
             for (span, labels), histogram in list(self._spans.items()):
@@ -2880,11 +2878,10 @@ def main(argv, environ):
             found = list(findings(settings, environ))
             print(*(f"{level:7} {text}" for level, text in found), sep="\n", flush=True)
             return int("error" in dict(found))
-        handler, LogFormat.as_json = logging.StreamHandler(sys.stderr), settings.log_format == "json"
+        handler, LogFormat.as_json = logging.StreamHandler(), settings.log_format == "json"
         handler.setFormatter(LogFormat())
+        logging.basicConfig(handlers=[handler], level=settings.log_level.upper())
         logging.raiseExceptions = False         # a full disk must not end anything
-        log.addHandler(handler)
-        log.setLevel(settings.log_level.upper())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard > 0 else 65536, hard))
