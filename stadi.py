@@ -2362,7 +2362,7 @@ class Eyes:
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
         self._requests, self._moves, self._jobs = collections.Counter(), collections.Counter(), 0
-        self._spans = collections.defaultdict(Histogram)        # by (name, labels); the Counters by labels
+        self._spans = collections.defaultdict(Histogram)                # (name, labels) -> Histogram
 
     def tell(self, event, **fields):
         """Told by the card, under its lock, at every transition."""
@@ -2385,7 +2385,7 @@ class Eyes:
 
     def count(self, front, kind, status):
         with self._lock:
-            self._requests[f'{{front="{front}",class="{kind}",code="{status}"}}'] += 1
+            self._requests[front, kind, status] += 1
 
     def status(self):
         """The whole state, for JSON; waits for no engine, and for the card's meter a moment at most."""
@@ -2429,7 +2429,8 @@ class Eyes:
                 ("stadi_vram_total_bytes", "gauge", "the card's VRAM", {"": vram["total"]}),
                 ("stadi_sd_child_up", "gauge", "whether sd-server lives", {"": int(status["sd_child_up"])}),
                 ("stadi_requests_total", "counter", "requests answered, by front, class and status",
-                 dict(self._requests))):
+                 {f'{{front="{front}",class="{route}",code="{code}"}}': count
+                  for (front, route, code), count in list(self._requests.items())})):
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             lines += [f"{name}{labels} {value}" for labels, value in samples.items() if value is not None]
             for (span, labels), histogram in list(self._spans.items()):
