@@ -1213,11 +1213,17 @@ class Engine:
             log.warning("%s: %s", self.title, trouble)
         self.trouble = trouble
 
+    def judge(self, trouble):
+        """Remember what an answer showed, and raise it as Trouble unless it is ""."""
+        self.note(trouble)
+        if trouble:
+            raise Trouble(trouble, answered=True)
+
     def probe(self):
         """Asked once at the start; a failure is only said."""
         with contextlib.suppress(Trouble):
             status, _ = self.ask("GET", self.greeting)
-            self.note("" if status == 200 else f"GET {self.greeting} gave {status}")
+            self.judge("" if status == 200 else f"GET {self.greeting} gave {status}")
 
     def describe(self):
         return {"url": f"http://{self.endpoint}", "kind": self.kind, "error": self.trouble or None}
@@ -1275,9 +1281,7 @@ class Router(Loader):
             trouble = f"GET /models gave {status} and no list of models: is it llama-server in router mode?"
         elif not all(isinstance(member(row, "status"), dict) for row in rows):
             trouble = "it can't be unloaded: start llama-server in router mode, without -m"
-        self.note(trouble)
-        if trouble:
-            raise Trouble(trouble, answered=True)
+        self.judge(trouble)
         return {str(name): row["status"].get("value") for row in rows
                 for name in (row.get("id"), *(row.get("aliases") or ())) if name}
 
@@ -1424,10 +1428,7 @@ class Ollama(Loader):
     def _holding(self):
         status, answer = self.ask("GET", "/api/ps")
         models = member(answer, "models") if status == 200 else None
-        trouble = "" if isinstance(models, list) else f"GET /api/ps gave {status} and no list of models"
-        self.note(trouble)
-        if trouble:
-            raise Trouble(trouble)
+        self.judge("" if isinstance(models, list) else f"GET /api/ps gave {status} and no list of models")
         return [str(row["name"]) for row in models if member(row, "name")]
 
     def _unload(self, name, asked):
@@ -1495,10 +1496,9 @@ class Comfy(Engine):
     def _queue(self, seconds=CALL_SECONDS):
         """(ids running, ids waiting). Raises Trouble."""
         answer = self.ask("GET", "/queue", seconds=seconds, most=QUEUE_BYTES)[1]
-        try:
+        with contextlib.suppress(KeyError, IndexError, TypeError):
             return tuple([str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending"))
-        except (KeyError, IndexError, TypeError):
-            raise self._puzzled("GET /queue gave no queue") from None
+        self.judge("GET /queue gave no queue")
 
     def _working(self):
         """Whether its queue has work, apart from what was given up. Raises Trouble."""
@@ -1507,14 +1507,10 @@ class Comfy(Engine):
             self.given_up = [job for job in self.given_up if job in ids]
             return any(job not in self.given_up for job in ids)
         status, answer = self.ask("GET", "/prompt")
-        try:
+        with contextlib.suppress(KeyError, TypeError):
             return answer["exec_info"]["queue_remaining"] > 0
-        except (KeyError, TypeError):
-            raise self._puzzled(f"GET /prompt gave {status} and no queue_remaining") from None
+        self.judge(f"GET /prompt gave {status} and no queue_remaining")
 
-    def _puzzled(self, trouble):
-        self.note(trouble)
-        return Trouble(trouble)
     def busy(self):
         with contextlib.suppress(Trouble):
             return self._working()
@@ -1557,21 +1553,21 @@ class Comfy(Engine):
         return job_in(body, "prompt_id") if status == 200 else None
 
     def ended(self, job, seconds):
-        """An accepted job is in the queue or in the history, unless it was deleted or the process died."""
+        """An accepted job is in the queue, then in the history. In neither: it ended between the two questions,
+        or was deleted, or its process died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
-            for last in (False, True):
-                status, history = self.ask("GET", path, seconds=seconds, most=QUEUE_BYTES)
-                if status != 200 or not isinstance(history, dict):
-                    return "unknown"
-                if last or job in history:
-                    return "ended"
-                running, pending = self._queue(seconds)
-                if job in running or job in pending:
-                    self._stuck_since = None if running else self._stuck_since or time.monotonic()
-                    stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
-                    self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
-                    return "unknown"
+            status, history = self.ask("GET", path, seconds=seconds, most=QUEUE_BYTES)
+            if status != 200 or not isinstance(history, dict):
+                return "unknown"
+            if job in history:
+                return "ended"
+            running, pending = self._queue(seconds)
+            if job not in running and job not in pending:
+                return "ended"
+            self._stuck_since = None if running else self._stuck_since or time.monotonic()
+            stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
+            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
         return "unknown"
 
     def finished(self, job):
