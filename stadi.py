@@ -915,8 +915,6 @@ def proc(path):
         return file.read()
     return b""
 
-BOOT = proc("sys/kernel/random/boot_id").decode().strip()
-
 def pids():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
@@ -1008,8 +1006,8 @@ class Child:
             self._process.wait()
             self._log.close()
             raise SpawnError(f"it cannot be guarded: {error}") from None
-        record = {"boot": BOOT, "token": self._token, "pid": self.pid, "life": life(self.pid), "argv": argv,
-                  "owner": os.getpid(), "owner_life": life(os.getpid())}
+        owner = os.getpid()
+        record = {"token": self._token, "pid": self.pid, "owner": owner, "owner_life": life(owner)}
         try:
             with open(self._record_file, "w", encoding="utf-8") as file:
                 json.dump(record, file)
@@ -1087,21 +1085,18 @@ def record_file(folder, port):
     return os.path.join(folder, f"sd-server-{port}.json")
 
 def end_orphan(folder, port):
-    """End the child of a stadi that was killed: by pid, start and command, or by token; never a stranger."""
+    """End what carries the token of a stadi that was killed, and its child's group; never a stranger."""
     path = record_file(folder, port)
     try:
         with open(path, encoding="utf-8") as file:
             record = json.load(file)
-        if record["boot"] != BOOT or life(record["owner"]) == record["owner_life"] is not None:
+        if life(record["owner"]) == record["owner_life"] is not None:
             return
-        argv, group = [word.encode() for word in record["argv"]], -1
-        with contextlib.suppress(OSError), open(f"/proc/{record['pid']}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")[:-1]       # a script's interpreter stands before its argv
-            if argv and words[-len(argv):] == argv and life(record["pid"]) == record["life"] is not None:
-                group = record["pid"]
-        if found := kin(group, record["token"]):
+        token, pid = record["token"], record["pid"]
+        group = pid if pid in kin(None, token) else None        # that number may be a stranger's by now
+        if found := kin(group, token):
             log.warning("ending sd-server (pids %s), left behind by an earlier stadi", found)
-            end_kin(group, record["token"])
+            end_kin(group, token)
         os.unlink(path)
     except FileNotFoundError:
         return
@@ -1480,8 +1475,8 @@ class Comfy(Engine):
     def __init__(self, endpoint, keep, job_timeout, used):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
-        self._freed = self._was_freed = False           # a confirmed /free, and no job since
-        self._asked_free, self._before = False, None    # a /free since the last job; bytes used before it
+        self._vram = self._vram_was = "used"    # asked: a /free since its last job; freed: seen too
+        self._before = None                     # bytes used before that /free
         self.given_up, self._stuck_since = [], None     # given_up: ids of jobs that nobody follows any more
 
     def reading(self):
@@ -1519,14 +1514,14 @@ class Comfy(Engine):
         """Work that reached it past stadi fills the card as well."""
         with contextlib.suppress(Trouble):
             if self._working():
-                self._freed = self._asked_free = False
+                self._vram = "used"
             self.note("")
-            return not self._freed
-        return False if self._freed else None
+            return self._vram != "freed"
+        return False if self._vram == "freed" else None
 
     def evict(self):
         try:
-            if not self._asked_free:
+            if self._vram == "used":
                 self._free()
             return Eviction(True, True, before=self._before)
         except Trouble as error:
@@ -1537,19 +1532,19 @@ class Comfy(Engine):
         status, _ = self.ask("POST", "/free", self.FREE)
         if status != 200:
             raise Trouble(f"POST /free gave {status}", answered=True)
-        self._asked_free, self._before = True, before
+        self._vram, self._before = "asked", before
 
     def nudge(self):
         """A /free just after a job's end can sleep through its wake-up: said again, it is heard."""
         with contextlib.suppress(Trouble):
             self._free(self._before)
     def evicted(self):
-        self._freed = True
+        self._vram = "freed"
     def ready(self, cancelled):
-        self._was_freed, self._freed, self._asked_free = self._freed, False, False
+        self._vram, self._vram_was = "used", self._vram
     def job_of(self, path, status, body):
         if 400 <= status < 500:                         # nothing was queued
-            self._freed = self._was_freed
+            self._vram = self._vram_was
         return job_in(body, "prompt_id") if status == 200 else None
 
     def ended(self, job, seconds):

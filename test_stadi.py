@@ -11847,7 +11847,7 @@ def chaos_edits(record, stranger):
         "a recycled pid, no start": {**theirs, "start": None},
         "pid and start, another command": {**theirs, "start": start},
         "pid and start, no command": {**theirs, "start": start, "argv": []},
-        "pid and start, half a command": {**theirs, "start": start, "argv": record["argv"][:1]},
+        "pid and start, half a command": {**theirs, "start": start, "argv": ["cat", "x"]},
         "pid and start, command of another type": {**theirs, "start": start, "argv": "cat"},
         "no token": {**theirs, "token": ""},
         "a token of another type": {**theirs, "token": None},
