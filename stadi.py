@@ -413,7 +413,7 @@ class Vram:
             self._sleep(self.meter.every)
 
 # ----- Card -------------------------------------------------------------------------------------------------
-# One lock guards every field of the Card. Requests wait on it, each on its Waiter's `turn`, and the mover, on
+# One lock guards every field of the Card. Requests wait on it, each on its own `turn`, and the mover, on
 # `work`. Whoever changes a field calls _advance(), which grants what can be granted and wakes the mover if a
 # hand-over is due. Decisions are made under the lock; engines are called outside of it, by the mover alone.
 
@@ -433,14 +433,23 @@ class GivenUp(Exception):
 Eviction = collections.namedtuple("Eviction", "freed verified note before", defaults=("", None))
 
 class Hold:
-    """One right to use the card. Ends once: by release(), or by revoke()."""
-    def __init__(self, number, engine, what, since, began):
-        self.id, self.engine, self.what, self.since, self.began = number, engine, what, since, began
-        self.job = None                     # the asynchronous job that keeps it after the answer
-        self.unwanted = False               # nobody waits for its work: it may be ended for the next
-        self.revoked = ""                   # why it was taken away
+    """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
+    turn = error = None         # turn: the Condition that it waits on, once it has to; error: its refusal
+    since = began = None        # since when it is had; when it, or the hand-over for it, began
+    job = None                  # the asynchronous job that keeps it after the answer
+    unwanted = False            # nobody waits for its work: it may be ended for the next
+    revoked = ""                # why it was taken away
+
+    def __init__(self, number, engine, what, arrived, limit, joins, blocked):
+        self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
+        self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
         self.over = threading.Event() if engine.kind == IMAGE else None     # set then: its follower stops
-        self.on_revoke = lambda: None       # ends the work
+        self.on_revoke = lambda: None               # ends the work
+
+    def wake(self):
+        """Called when it is granted or refused, or its limit may count anew."""
+        if self.turn:
+            self.turn.notify()
 
     def stop(self):
         """Outside the lock: tell who works under it that it is gone. No fault of theirs may cost the card."""
@@ -450,17 +459,6 @@ class Hold:
             self.on_revoke()
         except Exception:
             log.exception("a hold's work could not be ended")
-
-class Waiter:
-    """A request in the queue. wake() is called when hold or error is set, or its limit may count anew."""
-    turn = hold = error = None      # turn: the Condition that it waits on, once it has to
-
-    def __init__(self, number, engine, what, arrived, limit, joins, blocked):
-        self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
-        self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
-    def wake(self):
-        if self.turn:
-            self.turn.notify()
 
 class Handover:
     """The card on its way to `to` (an engine, or None: to nobody); phases timed in milliseconds."""
@@ -495,7 +493,7 @@ class Card:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)    # the mover's: a hand-over may be due
         self._engines, self._vram, self._clock, self._tell = tuple(engines), vram, clock, tell
-        self._holds, self._waiters = {}, []     # id -> Hold, all of one engine; Waiters in order of arrival
+        self._holds, self._waiters = {}, []     # id -> Hold, all of one engine; in order of arrival
         self._owner = self._handover = self.closed = None   # owner: made ready last; None: nobody, or unknown
         self._numbers, self._idle_since = itertools.count(1), clock()
         self._blocked_total, self._blocked_since = 0.0, None    # seconds in which LLM holds stood in the way
@@ -512,12 +510,12 @@ class Card:
             waiter = self._waiter(engine, what, limit, joins)
             self._waiters.append(waiter)
             self._advance()
-        if waiter.hold:
-            return waiter.hold
+            if waiter not in self._waiters:
+                return waiter
         on_wait(lambda: self._leave(waiter))            # may call it at once: outside the lock
         with self._lock:
             waiter.turn = threading.Condition(self._lock)
-            while not (waiter.hold or waiter.error):
+            while waiter in self._waiters:
                 left = self._left(waiter)
                 if left is not None and left <= 0:
                     message = f"{what} waited {limit:g}s for the card; {self._reason()}"
@@ -526,7 +524,7 @@ class Card:
                     waiter.turn.wait(left)
         if waiter.error:
             raise waiter.error
-        return waiter.hold
+        return waiter
 
     def watch(self, engine, what):
         """A hold for a look at an LLM engine while it has the card or nobody does, else None; never waits."""
@@ -579,7 +577,7 @@ class Card:
 
     def _waiter(self, engine, what, limit=0, joins=False):
         now = self._clock()
-        return Waiter(next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
+        return Hold(next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
     def _leave(self, waiter):
         with self._lock:
             if waiter in self._waiters:
@@ -646,18 +644,18 @@ class Card:
     def _has(self, engine):
         return self._owner is engine and not (self._handover and self._handover.running)
 
-    def _grant(self, waiter, began=None):
-        now = self._clock()
-        if any(hold.engine is not waiter.engine for hold in self._holds.values()):
+    def _grant(self, hold, began=None):
+        engine, now = hold.engine, self._clock()
+        if any(other.engine is not engine for other in self._holds.values()):
             raise AssertionError("the promise: two engines would hold the card")
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-        hold = waiter.hold = Hold(waiter.id, waiter.engine, waiter.what, now, now if began is None else began)
+        if hold in self._waiters:
+            self._waiters.remove(hold)
+        hold.since, hold.began = now, now if began is None else began
         self._holds[hold.id] = hold
         self._recount()
-        engine, waited = hold.engine, now - waiter.arrived
-        self._tell("grant", hold=hold.id, engine=engine.name, kind=engine.kind, what=hold.what, waited=waited)
-        waiter.wake()
+        self._tell("grant", hold=hold.id, engine=engine.name, kind=engine.kind, what=hold.what,
+                   waited=now - hold.arrived)
+        hold.wake()
         return hold
 
     def _end(self, hold, revoked=""):
@@ -699,7 +697,7 @@ class Card:
         if (not moving.to and moving.phase == "vram" and waiter and not waiter.engine.stoppable
                 and [waiter.engine] == moving.evict):
             moving.cancelled.set()          # its process lives, its memory is its own: nothing to wait for
-        if not requester or requester in self._waiters or requester.hold:
+        if not requester or requester in self._waiters:
             return
         if waiter and waiter.engine is moving.to:
             moving.requester = waiter
@@ -802,13 +800,11 @@ class Card:
     def _drain(self, moving, engine):
         """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
         end, pause = engine.busy_limit and self._clock() + engine.busy_limit, 0.05
-        while engine.busy():
+        while not moving.cancelled.is_set() and engine.busy():
             with self._lock:
                 moving.asked = engine
                 self._recount()
                 self._still_wanted(moving)
-            if moving.cancelled.is_set():
-                raise GivenUp
             if end and self._clock() >= end:
                 note = f"{engine.name} was still busy after {engine.busy_limit:g}s; evicted anyway"
                 moving.notes.append(note)
@@ -837,13 +833,12 @@ class Card:
             changed = moving.gone or moving.started or moving.to and moving.to is not self._owner
             if error is None:
                 self._owner = moving.to
-                if moving.to:
-                    self._residents[moving.to.name] = None      # it may load at any moment now
             if changed or refused:
                 self._record(moving, error)
             if refused:
                 self._refuse([w for w in self._waiters if error.everyone or w.engine is moving.to], error)
             elif error is None and moving.to:
+                self._residents[moving.to.name] = None          # it may load at any moment now
                 waiter = moving.requester if moving.requester in self._waiters else self._next()
                 if waiter and waiter.engine is moving.to:
                     self._grant(waiter, moving.began)
@@ -1192,11 +1187,11 @@ class Engine:
     finished = _nothing     # (job): it has ended; called by its follower before the card is let go
     give_up = _nothing      # (job; None: of unknown id): it outlived its bound, or lost its hold by hand
 
-    def ask(self, method, path, body=None, **bounds):
+    def ask(self, method, path, body=None, seconds=None, most=CALL_BYTES):
         """(status, parsed JSON) of one call, with what went wrong remembered. Raises Trouble."""
+        seconds = seconds or self._patience
         try:
-            bounds = {"seconds": self._patience, **bounds}
-            status, content = call(self.endpoint, method, path, body, self.headers, **bounds)
+            status, content = call(self.endpoint, method, path, body, self.headers, seconds, most)
             return status, parsed(content)
         except Trouble as error:
             self.note(str(error))
@@ -1289,11 +1284,10 @@ class Router(Loader):
     def busy(self):
         """Generations outlive connections. Only `loaded` models are asked: asking a sleeping one wakes it."""
         with contextlib.suppress(Trouble):
-            for name in [name for name, status in self.models().items() if status == "loaded"]:
-                slots = self.slots(name)[1]
-                if isinstance(slots, list) and any(member(slot, "is_processing") for slot in slots):
-                    return True
-        return False
+            loaded = [name for name, status in self.models().items() if status == "loaded"]
+            answers = (self.slots(name)[1] for name in loaded)
+            return any(member(slot, "is_processing") for slots in answers if isinstance(slots, list)
+                       for slot in slots)
 
     def slots(self, name):
         return self.ask("GET", "/slots?" + urllib.parse.urlencode({"model": name, "autoload": "false"}))
@@ -1475,7 +1469,7 @@ class Comfy(Engine):
     def __init__(self, endpoint, keep, job_timeout, used):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
-        self._vram = self._vram_was = "used"    # asked: a /free since its last job; freed: seen too
+        self._vram = self._vram_was = "used"    # asked: to /free it; freed: and it was seen
         self._before = None                     # bytes used before that /free
         self.given_up, self._stuck_since = [], None     # given_up: ids of jobs that nobody follows any more
 
@@ -1488,7 +1482,7 @@ class Comfy(Engine):
         except (Trouble, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"/system_stats can't be read: {error}") from None
 
-    def _queue(self, seconds=CALL_SECONDS):
+    def _queue(self, seconds=None):
         """(ids running, ids waiting). Raises Trouble."""
         answer = self.ask("GET", "/queue", seconds=seconds, most=QUEUE_BYTES)[1]
         with contextlib.suppress(KeyError, IndexError, TypeError):
@@ -1548,8 +1542,7 @@ class Comfy(Engine):
         return job_in(body, "prompt_id") if status == 200 else None
 
     def ended(self, job, seconds):
-        """An accepted job is in the queue, then in the history. In neither: it ended between the two questions,
-        or was deleted, or its process died."""
+        """An accepted job is in the queue, then in the history; in neither when deleted, or all died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
             status, history = self.ask("GET", path, seconds=seconds, most=QUEUE_BYTES)

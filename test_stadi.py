@@ -10694,7 +10694,7 @@ class Machine:
             if caller in self.held:
                 self.held.remove(caller)
             self.spent.append(caller)
-        hold = caller.hold or caller.waiter.hold
+        hold = caller.hold or caller.waiter
         if caller.engine.kind == "image":
             self.jobs[caller.engine.name].append(self.now - hold.began)
         self.seen_busy()
