@@ -901,7 +901,7 @@ class Card:
 # killed, a small shell on a pipe (the guard) kills the group; what that missed is ended by the next start.
 
 TERM_SECONDS, KILL_SECONDS = 3.0, 10.0      # TERM to KILL (sd-server needs 0.1); KILL to "the driver hangs"
-LOG_BYTES, TOKEN = 10 * MIB, "STADI_CHILD"
+LOG_BYTES, TOKEN, NAMESPACE = 10 * MIB, "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
 
 def proc(path):
@@ -918,21 +918,42 @@ def life(pid):
     fields = proc(f"{pid}/stat").rpartition(b")")[2].split()
     return [int(fields[2]), int(fields[19])] if len(fields) > 19 and fields[0] not in (b"Z", b"X") else None
 
-def kin(group, token):
-    """Live processes that are in the group (a process group's id) or carry the token in their environment."""
-    mark = f"{TOKEN}={token}".encode()
-    return [pid for pid in pids() if pid != os.getpid() and (alive := life(pid)) and (
-        alive[0] == group or token and mark in proc(f"{pid}/environ").split(b"\0"))]
+def token_for(port, owner):
+    """What the children for this port of a stadi (a pid of this namespace) carry in their environment."""
+    alive = life(owner)
+    return f"{port}-{NAMESPACE}-{owner}-{alive and alive[1]}"
 
-def end_kin(group, token):
+def token_of(pid):
+    found = re.search(rf"(?:^|\0){TOKEN}=([^\0]+)", proc(f"{pid}/environ").decode("utf-8", "replace"))
+    return found[1] if found else ""
+
+def kin(groups, token):
+    """Live processes that are in one of the process groups, or carry the token."""
+    return [pid for pid in pids() if pid != os.getpid() and (alive := life(pid))
+            and (alive[0] in groups or token_of(pid) == token)]
+
+def end_kin(groups, token):
     """Kill them until none is left, for 2 s at most; returns those that are."""
     end = time.monotonic() + 2.0
-    while (found := kin(group, token)) and time.monotonic() < end:
+    while (found := kin(groups, token)) and time.monotonic() < end:
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     return found
+
+def orphans(port):
+    """Tokens for this port that are carried though the stadi that gave them has ended."""
+    pattern = rf"{port}-{NAMESPACE}-(\d+)-\d+"
+    carried = [re.fullmatch(pattern, token) for token in set(map(token_of, pids()))]
+    return [found[0] for found in carried if found and found[0] != token_for(port, found[1])]
+
+def end_orphans(port):
+    """End the children of stadis that were killed, and their groups; never a stranger."""
+    for token in orphans(port):
+        groups = {alive[0] for pid in kin((), token) if (alive := life(pid))}
+        log.warning("ending sd-server (pids %s), left behind by an earlier stadi", kin(groups, token))
+        end_kin(groups, token)
 
 def listening_sockets():
     """{inode: port} of the TCP sockets that listen on this machine."""
@@ -972,8 +993,7 @@ class Child:
         self.port, self.since = port, time.monotonic()
         self.ready = False                      # set by Sd.ready(): it has answered; ends with stop()
         self.gone = threading.Event()           # its whole group has ended
-        self.log_file, self._record_file = os.path.join(folder, "sd-server.log"), record_file(folder, port)
-        self._token = f"{os.getpid()}-{time.time_ns()}"
+        self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             self._log = open(self.log_file, "ab", buffering=0)
@@ -997,17 +1017,10 @@ class Child:
             if not start(self._reap):
                 raise OSError("no threads left")
         except OSError as error:                        # not without a guard
-            end_kin(self.pid, self._token)
+            end_kin({self.pid}, self._token)
             self._process.wait()
             self._log.close()
             raise SpawnError(f"it cannot be guarded: {error}") from None
-        owner = os.getpid()
-        record = {"token": self._token, "pid": self.pid, "owner": owner, "owner_life": life(owner)}
-        try:
-            with open(self._record_file, "w", encoding="utf-8") as file:
-                json.dump(record, file)
-        except OSError as error:                        # end_orphan() of a later stadi would need it
-            log.warning("sd-server's pid cannot be recorded (%s): only the guard ends an orphan", error)
 
     def _reap(self):
         """Waits for the leader's death, ends what is left of it, and only then frees its pid."""
@@ -1017,14 +1030,12 @@ class Child:
             with contextlib.suppress(OSError):
                 self._trim_log()
         os.close(self._pidfd)
-        if left := end_kin(self.pid, self._token):
+        if left := end_kin({self.pid}, self._token):
             log.error("helpers of sd-server cannot be killed: pids %s", left)
         with self._guard:
             self._guard.kill()
         self._process.wait()
         self._log.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._record_file)
         self.gone.set()
         log.info("sd-server (pid %d) ended: %s", self.pid, self.how_it_ended())
 
@@ -1060,7 +1071,7 @@ class Child:
         elsewhere = [sockets[inode] for inode in sockets_of(self.pid) if inode in sockets]
         if elsewhere and not inodes:
             raise SpawnError(f"it listens on {elsewhere[0]}; write --listen-port {self.port} into -sd-args")
-        own = set().union(*map(sockets_of, kin(self.pid, self._token))) if inodes else set()
+        own = set().union(*map(sockets_of, kin({self.pid}, self._token))) if inodes else set()
         if inodes - own and not self.gone.is_set():
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
         return bool(inodes & own)
@@ -1075,28 +1086,6 @@ class Child:
                     os.killpg(self.pid, signal.SIGCONT)         # a stopped one hears no TERM
                 self.gone.wait(wait)
         return self.gone.is_set()
-
-def record_file(folder, port):
-    return os.path.join(folder, f"sd-server-{port}.json")
-
-def end_orphan(folder, port):
-    """End what carries the token of a stadi that was killed, and its child's group; never a stranger."""
-    path = record_file(folder, port)
-    try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-        if life(record["owner"]) == record["owner_life"] is not None:
-            return
-        token, pid = record["token"], record["pid"]
-        group = pid if pid in kin(None, token) else None        # that number may be a stranger's by now
-        if found := kin(group, token):
-            log.warning("ending sd-server (pids %s), left behind by an earlier stadi", found)
-            end_kin(group, token)
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        log.warning("the record %s cannot be used: %s", path, error)
 
 # ----- Engines ----------------------------------------------------------------------------------------------
 CALL_SECONDS, CALL_BYTES = 5.0, 16 * MIB        # bounds on one call of stadi's own to an engine
@@ -2751,7 +2740,7 @@ def findings(settings, environ):
     for flag in ("listen", "sd", "listen-ollama", "listen-comfy"):
         endpoint = getattr(settings, flag.replace("-", "_"))
         if endpoint and (inodes := listeners(endpoint.port)):
-            own = flag == "sd" and os.path.exists(record_file(settings.sd_log_dir, endpoint.port))
+            own = flag == "sd" and orphans(endpoint.port)
             text = "left behind by stadi: the next start ends it" if own else "end it, or choose another port"
             text = f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}; {text}"
             yield "warning" if own else "error", text
@@ -2859,7 +2848,7 @@ def serve(settings, environ):
     """Run until a signal. Returns the exit code."""
     world = build(settings, environ)
     if sd := world.engines.get("sd"):
-        end_orphan(settings.sd_log_dir, settings.sd.port)
+        end_orphans(settings.sd.port)
         for text in sd_warnings(settings):
             log.warning("%s", text)
         if inodes := listeners(settings.sd.port):
