@@ -996,18 +996,18 @@ class Child:
         self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            self._log = open(self.log_file, "ab", buffering=0)
+            output = open(self.log_file, "ab")
             self._trim_log()
-            self._log_start = self._log.tell()
+            self._log_start = os.path.getsize(self.log_file)
         except OSError as error:
             raise SpawnError(f"its log {self.log_file} cannot be written: {error.strerror}; is -sd-log-dir"
                              " (STADI_SD_LOG_DIR) a folder of stadi's?") from None
         try:
-            self._process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
-                env={**os.environ, TOKEN: self._token})
+            with output:
+                self._process = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                    env={**os.environ, TOKEN: self._token})
         except OSError as error:
-            self._log.close()
             raise SpawnError(f"{argv[0]} cannot be run: {_why_not(argv[0], error)}") from None
         self.pid = self._process.pid
         try:
@@ -1019,7 +1019,6 @@ class Child:
         except OSError as error:                        # not without a guard
             end_kin({self.pid}, self._token)
             self._process.wait()
-            self._log.close()
             raise SpawnError(f"it cannot be guarded: {error}") from None
 
     def _reap(self):
@@ -1035,17 +1034,16 @@ class Child:
         with self._guard:
             self._guard.kill()
         self._process.wait()
-        self._log.close()
         self.gone.set()
         log.info("sd-server (pid %d) ended: %s", self.pid, self.how_it_ended())
 
     def _trim_log(self):
         """Keep the log under LOG_BYTES, with one older generation; the child's own descriptor appends."""
-        if os.fstat(self._log.fileno()).st_size > LOG_BYTES:
+        if os.path.getsize(self.log_file) > LOG_BYTES:
             with open(self.log_file, "rb") as now, open(self.log_file + ".1", "wb") as older:
                 now.seek(-LOG_BYTES, os.SEEK_END)
                 shutil.copyfileobj(now, older)
-            self._log.truncate(0)
+            os.truncate(self.log_file, 0)
             self._log_start = 0
 
     def how_it_ended(self):
