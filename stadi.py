@@ -1086,7 +1086,7 @@ class Child:
         return self.gone.is_set()
 
 # ----- Engines ----------------------------------------------------------------------------------------------
-CALL_SECONDS, CALL_BYTES = 5.0, 16 * MIB        # bounds on one call of stadi's own to an engine
+CALL_SECONDS, HURRY_SECONDS, CALL_BYTES = 5.0, 1.0, 16 * MIB    # bounds on one call of stadi's own
 POLL_LAST, WARM_SECONDS, JOB_SECONDS, QUEUE_BYTES = 0.5, 600.0, 30.0, 64 * MIB   # ComfyUI is slow, its queue
 RESULT_SECONDS, RESULT_BYTES = 600.0, 256 * MIB     # of finished jobs of a child that may be gone
 
@@ -1493,11 +1493,13 @@ class Comfy(Engine):
 
     def resident(self):
         """Work that reached it past stadi fills the card as well."""
+        self._patience = CALL_SECONDS
         with contextlib.suppress(Trouble):
             if self._working():
                 self._vram = "used"
             self.note("")
             return self._vram != "freed"
+        self._patience = HURRY_SECONDS      # it hangs: what follows in this hand-over does not wait so again
         return False if self._vram == "freed" else None
 
     def evict(self):

@@ -5378,6 +5378,17 @@ def test_an_unreachable_comfyui_concludes_nothing(turn, how):
     assert turn.ollama.saw("POST", "/api/chat")[0].at > turn.comfy.ended_at[name]
 
 
+def test_a_comfyui_that_hangs_delays_a_chat_by_one_long_wait_and_not_by_three(turn):
+    turn.promise = False
+    turn.go()
+    turn.comfy.answers.clear()
+    start = time.monotonic()
+    assert turn.chat().reply().status == 200
+    assert time.monotonic() - start < 9, "5 s, then 1 s for each further question"
+    assert "could not be freed" in turn.stadi.log()
+    turn.comfy.answers.set()
+
+
 @pytest.mark.parametrize("how", ["stuck", "unreachable"])
 def test_job_timeout_releases_with_a_warning_and_lists_the_id(turn, how):
     turn.promise = False
