@@ -1476,31 +1476,29 @@ class Comfy(Engine):
             return tuple([str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending"))
         self.judge("GET /queue gave no queue")
 
-    def _working(self):
-        """Whether its queue has work, apart from what was given up. Raises Trouble."""
-        if self.given_up:
-            ids = sum(self._queue(), [])
-            self.given_up = [job for job in self.given_up if job in ids]
-            return any(job not in self.given_up for job in ids)
-        status, answer = self.ask("GET", "/prompt")
-        with contextlib.suppress(KeyError, TypeError):
-            return answer["exec_info"]["queue_remaining"] > 0
-        self.judge(f"GET /prompt gave {status} and no queue_remaining")
-
     def busy(self):
+        """Whether its queue has work, apart from what was given up; None when it can't be told."""
         with contextlib.suppress(Trouble):
-            return self._working()
+            if self.given_up:
+                ids = sum(self._queue(), [])
+                self.given_up = [job for job in self.given_up if job in ids]
+                return any(job not in self.given_up for job in ids)
+            status, answer = self.ask("GET", "/prompt")
+            with contextlib.suppress(KeyError, TypeError):
+                return answer["exec_info"]["queue_remaining"] > 0
+            self.judge(f"GET /prompt gave {status} and no queue_remaining")
 
     def resident(self):
         """Work that reached it past stadi fills the card as well."""
         self._patience = CALL_SECONDS
-        with contextlib.suppress(Trouble):
-            if self._working():
-                self._vram = "used"
-            self.note("")
-            return self._vram != "freed"
-        self._patience = HURRY_SECONDS      # it hangs: what follows in this hand-over does not wait so again
-        return False if self._vram == "freed" else None
+        busy = self.busy()
+        if busy is None:                    # it hangs: what follows in this hand-over does not wait so again
+            self._patience = HURRY_SECONDS
+            return False if self._vram == "freed" else None
+        self.note("")
+        if busy:
+            self._vram = "used"
+        return self._vram != "freed"
 
     def evict(self):
         try:
