@@ -390,7 +390,7 @@ class Vram:
             self._sleep(self.meter.every)
 
 # ----- Card -------------------------------------------------------------------------------------------------
-# One lock guards every field of the Card. Requests wait on it, each on its Waiter's `turn`, and the mover, on
+# One lock guards every field of the Card. Requests wait on it, each on its own `turn`, and the mover, on
 # `work`. Whoever changes a field calls _advance(), which grants what can be granted and wakes the mover if a
 # hand-over is due. Decisions are made under the lock; engines are called outside of it, by the mover alone.
 
@@ -410,14 +410,23 @@ class GivenUp(Exception):
 Eviction = collections.namedtuple("Eviction", "freed verified note before", defaults=("", None))
 
 class Hold:
-    """One right to use the card. Ends once: by release(), or by revoke()."""
-    def __init__(self, number, engine, what, since, began):
-        self.id, self.engine, self.what, self.since, self.began = number, engine, what, since, began
-        self.job = None                     # the asynchronous job that keeps it after the answer
-        self.unwanted = False               # nobody waits for its work: it may be ended for the next
-        self.revoked = ""                   # why it was taken away
+    """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
+    turn = error = None         # turn: the Condition that it waits on, once it has to; error: its refusal
+    since = began = None        # since when it is had; when it, or the hand-over for it, began
+    job = None                  # the asynchronous job that keeps it after the answer
+    unwanted = False            # nobody waits for its work: it may be ended for the next
+    revoked = ""                # why it was taken away
+
+    def __init__(self, number, engine, what, arrived, limit, joins, blocked):
+        self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
+        self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
         self.over = threading.Event() if engine.kind == IMAGE else None     # set then: its follower stops
-        self.on_revoke = lambda: None       # ends the work
+        self.on_revoke = lambda: None               # ends the work
+
+    def wake(self):
+        """Called when it is granted or refused, or its limit may count anew."""
+        if self.turn:
+            self.turn.notify()
 
     def stop(self):
         """Outside the lock: tell who works under it that it is gone. No fault of theirs may cost the card."""
@@ -427,17 +436,6 @@ class Hold:
             self.on_revoke()
         except Exception:
             log.exception("a hold's work could not be ended")
-
-class Waiter:
-    """A request in the queue. wake() is called when hold or error is set, or its limit may count anew."""
-    turn = hold = error = None      # turn: the Condition that it waits on, once it has to
-
-    def __init__(self, number, engine, what, arrived, limit, joins, blocked):
-        self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
-        self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
-    def wake(self):
-        if self.turn:
-            self.turn.notify()
 
 class Handover:
     """The card on its way to `to` (an engine, or None: to nobody); phases timed in milliseconds."""
@@ -472,7 +470,7 @@ class Card:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)    # the mover's: a hand-over may be due
         self._engines, self._vram, self._clock, self._tell = tuple(engines), vram, clock, tell
-        self._holds, self._waiters = {}, []     # id -> Hold, all of one engine; Waiters in order of arrival
+        self._holds, self._waiters = {}, []     # id -> Hold, all of one engine; in order of arrival
         self._owner = self._handover = self.closed = None   # owner: made ready last; None: nobody, or unknown
         self._numbers, self._idle_since = itertools.count(1), clock()
         self._blocked_total, self._blocked_since = 0.0, None    # seconds in which LLM holds stood in the way
@@ -489,12 +487,12 @@ class Card:
             waiter = self._waiter(engine, what, limit, joins)
             self._waiters.append(waiter)
             self._advance()
-        if waiter.hold:
-            return waiter.hold
+            if waiter not in self._waiters:
+                return waiter
         on_wait(lambda: self._leave(waiter))            # may call it at once: outside the lock
         with self._lock:
             waiter.turn = threading.Condition(self._lock)
-            while not (waiter.hold or waiter.error):
+            while waiter in self._waiters:
                 left = self._left(waiter)
                 if left is not None and left <= 0:
                     message = f"{what} waited {limit:g}s for the card; {self._reason()}"
@@ -503,7 +501,7 @@ class Card:
                     waiter.turn.wait(left)
         if waiter.error:
             raise waiter.error
-        return waiter.hold
+        return waiter
 
     def watch(self, engine, what):
         """A hold for a look at an LLM engine while it has the card or nobody does, else None; never waits."""
@@ -556,7 +554,7 @@ class Card:
 
     def _waiter(self, engine, what, limit=0, joins=False):
         now = self._clock()
-        return Waiter(next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
+        return Hold(next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
     def _leave(self, waiter):
         with self._lock:
             if waiter in self._waiters:
@@ -623,18 +621,18 @@ class Card:
     def _has(self, engine):
         return self._owner is engine and not (self._handover and self._handover.running)
 
-    def _grant(self, waiter, began=None):
-        now = self._clock()
-        if any(hold.engine is not waiter.engine for hold in self._holds.values()):
+    def _grant(self, hold, began=None):
+        engine, now = hold.engine, self._clock()
+        if any(other.engine is not engine for other in self._holds.values()):
             raise AssertionError("the promise: two engines would hold the card")
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-        hold = waiter.hold = Hold(waiter.id, waiter.engine, waiter.what, now, now if began is None else began)
+        if hold in self._waiters:
+            self._waiters.remove(hold)
+        hold.since, hold.began = now, now if began is None else began
         self._holds[hold.id] = hold
         self._recount()
-        engine, waited = hold.engine, now - waiter.arrived
-        self._tell("grant", hold=hold.id, engine=engine.name, kind=engine.kind, what=hold.what, waited=waited)
-        waiter.wake()
+        self._tell("grant", hold=hold.id, engine=engine.name, kind=engine.kind, what=hold.what,
+                   waited=now - hold.arrived)
+        hold.wake()
         return hold
 
     def _end(self, hold, revoked=""):
@@ -676,7 +674,7 @@ class Card:
         if (not moving.to and moving.phase == "vram" and waiter and not waiter.engine.stoppable
                 and [waiter.engine] == moving.evict):
             moving.cancelled.set()          # its process lives, its memory is its own: nothing to wait for
-        if not requester or requester in self._waiters or requester.hold:
+        if not requester or requester in self._waiters:
             return
         if waiter and waiter.engine is moving.to:
             moving.requester = waiter
@@ -779,13 +777,11 @@ class Card:
     def _drain(self, moving, engine):
         """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
         end, pause = engine.busy_limit and self._clock() + engine.busy_limit, 0.05
-        while engine.busy():
+        while not moving.cancelled.is_set() and engine.busy():
             with self._lock:
                 moving.asked = engine
                 self._recount()
                 self._still_wanted(moving)
-            if moving.cancelled.is_set():
-                raise GivenUp
             if end and self._clock() >= end:
                 note = f"{engine.name} was still busy after {engine.busy_limit:g}s; evicted anyway"
                 moving.notes.append(note)
@@ -814,13 +810,12 @@ class Card:
             changed = moving.gone or moving.started or moving.to and moving.to is not self._owner
             if error is None:
                 self._owner = moving.to
-                if moving.to:
-                    self._residents[moving.to.name] = None      # it may load at any moment now
             if changed or refused:
                 self._record(moving, error)
             if refused:
                 self._refuse([w for w in self._waiters if error.everyone or w.engine is moving.to], error)
             elif error is None and moving.to:
+                self._residents[moving.to.name] = None          # it may load at any moment now
                 waiter = moving.requester if moving.requester in self._waiters else self._next()
                 if waiter and waiter.engine is moving.to:
                     self._grant(waiter, moving.began)
@@ -883,7 +878,7 @@ class Card:
 # killed, a small shell on a pipe (the guard) kills the group; what that missed is ended by the next start.
 
 TERM_SECONDS, KILL_SECONDS = 3.0, 10.0      # TERM to KILL (sd-server needs 0.1); KILL to "the driver hangs"
-LOG_BYTES, TOKEN = 10 * MIB, "STADI_CHILD"
+LOG_BYTES, TOKEN, NAMESPACE = 10 * MIB, "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
 
 def proc(path):
@@ -891,8 +886,6 @@ def proc(path):
     with contextlib.suppress(OSError), open(f"/proc/{path}", "rb") as file:
         return file.read()
     return b""
-
-BOOT = proc("sys/kernel/random/boot_id").decode().strip()
 
 def pids():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -902,21 +895,42 @@ def life(pid):
     fields = proc(f"{pid}/stat").rpartition(b")")[2].split()
     return [int(fields[2]), int(fields[19])] if len(fields) > 19 and fields[0] not in (b"Z", b"X") else None
 
-def kin(group, token):
-    """Live processes that are in the group (a process group's id) or carry the token in their environment."""
-    mark = f"{TOKEN}={token}".encode()
-    return [pid for pid in pids() if pid != os.getpid() and (alive := life(pid)) and (
-        alive[0] == group or token and mark in proc(f"{pid}/environ").split(b"\0"))]
+def token_for(port, owner):
+    """What the children for this port of a stadi (a pid of this namespace) carry in their environment."""
+    alive = life(owner)
+    return f"{port}-{NAMESPACE}-{owner}-{alive and alive[1]}"
 
-def end_kin(group, token):
+def token_of(pid):
+    found = re.search(rf"(?:^|\0){TOKEN}=([^\0]+)", proc(f"{pid}/environ").decode("utf-8", "replace"))
+    return found[1] if found else ""
+
+def kin(groups, token):
+    """Live processes that are in one of the process groups, or carry the token."""
+    return [pid for pid in pids() if pid != os.getpid() and (alive := life(pid))
+            and (alive[0] in groups or token_of(pid) == token)]
+
+def end_kin(groups, token):
     """Kill them until none is left, for 2 s at most; returns those that are."""
     end = time.monotonic() + 2.0
-    while (found := kin(group, token)) and time.monotonic() < end:
+    while (found := kin(groups, token)) and time.monotonic() < end:
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     return found
+
+def orphans(port):
+    """Tokens for this port that are carried though the stadi that gave them has ended."""
+    pattern = rf"{port}-{NAMESPACE}-(\d+)-\d+"
+    carried = [re.fullmatch(pattern, token) for token in set(map(token_of, pids()))]
+    return [found[0] for found in carried if found and found[0] != token_for(port, found[1])]
+
+def end_orphans(port):
+    """End the children of stadis that were killed, and their groups; never a stranger."""
+    for token in orphans(port):
+        groups = {alive[0] for pid in kin((), token) if (alive := life(pid))}
+        log.warning("ending sd-server (pids %s), left behind by an earlier stadi", kin(groups, token))
+        end_kin(groups, token)
 
 def listening_sockets():
     """{inode: port} of the TCP sockets that listen on this machine."""
@@ -956,22 +970,21 @@ class Child:
         self.port, self.since = port, time.monotonic()
         self.ready = False                      # set by Sd.ready(): it has answered; ends with stop()
         self.gone = threading.Event()           # its whole group has ended
-        self.log_file, self._record_file = os.path.join(folder, "sd-server.log"), record_file(folder, port)
-        self._token = f"{os.getpid()}-{time.time_ns()}"
+        self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            self._log = open(self.log_file, "ab", buffering=0)
+            output = open(self.log_file, "ab")
             self._trim_log()
-            self._log_start = self._log.tell()
+            self._log_start = os.path.getsize(self.log_file)
         except OSError as error:
             raise SpawnError(f"its log {self.log_file} cannot be written: {error.strerror}; is -sd-log-dir"
                              " (STADI_SD_LOG_DIR) a folder of stadi's?") from None
         try:
-            self._process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
-                env={**os.environ, TOKEN: self._token})
+            with output:
+                self._process = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                    env={**os.environ, TOKEN: self._token})
         except OSError as error:
-            self._log.close()
             raise SpawnError(f"{argv[0]} cannot be run: {_why_not(argv[0], error)}") from None
         self.pid = self._process.pid
         try:
@@ -981,17 +994,9 @@ class Child:
             if not start(self._reap):
                 raise OSError("no threads left")
         except OSError as error:                        # not without a guard
-            end_kin(self.pid, self._token)
+            end_kin({self.pid}, self._token)
             self._process.wait()
-            self._log.close()
             raise SpawnError(f"it cannot be guarded: {error}") from None
-        record = {"boot": BOOT, "token": self._token, "pid": self.pid, "life": life(self.pid), "argv": argv,
-                  "owner": os.getpid(), "owner_life": life(os.getpid())}
-        try:
-            with open(self._record_file, "w", encoding="utf-8") as file:
-                json.dump(record, file)
-        except OSError as error:                        # end_orphan() of a later stadi would need it
-            log.warning("sd-server's pid cannot be recorded (%s): only the guard ends an orphan", error)
 
     def _reap(self):
         """Waits for the leader's death, ends what is left of it, and only then frees its pid."""
@@ -1001,24 +1006,21 @@ class Child:
             with contextlib.suppress(OSError):
                 self._trim_log()
         os.close(self._pidfd)
-        if left := end_kin(self.pid, self._token):
+        if left := end_kin({self.pid}, self._token):
             log.error("helpers of sd-server cannot be killed: pids %s", left)
         with self._guard:
             self._guard.kill()
         self._process.wait()
-        self._log.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._record_file)
         self.gone.set()
         log.info("sd-server (pid %d) ended: %s", self.pid, self.how_it_ended())
 
     def _trim_log(self):
         """Keep the log under LOG_BYTES, with one older generation; the child's own descriptor appends."""
-        if os.fstat(self._log.fileno()).st_size > LOG_BYTES:
+        if os.path.getsize(self.log_file) > LOG_BYTES:
             with open(self.log_file, "rb") as now, open(self.log_file + ".1", "wb") as older:
                 now.seek(-LOG_BYTES, os.SEEK_END)
                 shutil.copyfileobj(now, older)
-            self._log.truncate(0)
+            os.truncate(self.log_file, 0)
             self._log_start = 0
 
     def how_it_ended(self):
@@ -1044,7 +1046,7 @@ class Child:
         elsewhere = [sockets[inode] for inode in sockets_of(self.pid) if inode in sockets]
         if elsewhere and not inodes:
             raise SpawnError(f"it listens on {elsewhere[0]}; write --listen-port {self.port} into -sd-args")
-        own = set().union(*map(sockets_of, kin(self.pid, self._token))) if inodes else set()
+        own = set().union(*map(sockets_of, kin({self.pid}, self._token))) if inodes else set()
         if inodes - own and not self.gone.is_set():
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
         return bool(inodes & own)
@@ -1060,33 +1062,8 @@ class Child:
                 self.gone.wait(wait)
         return self.gone.is_set()
 
-def record_file(folder, port):
-    return os.path.join(folder, f"sd-server-{port}.json")
-
-def end_orphan(folder, port):
-    """End the child of a stadi that was killed: by pid, start and command, or by token; never a stranger."""
-    path = record_file(folder, port)
-    try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-        if record["boot"] != BOOT or life(record["owner"]) == record["owner_life"] is not None:
-            return
-        argv, group = [word.encode() for word in record["argv"]], -1
-        with contextlib.suppress(OSError), open(f"/proc/{record['pid']}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")[:-1]       # a script's interpreter stands before its argv
-            if argv and words[-len(argv):] == argv and life(record["pid"]) == record["life"] is not None:
-                group = record["pid"]
-        if found := kin(group, record["token"]):
-            log.warning("ending sd-server (pids %s), left behind by an earlier stadi", found)
-            end_kin(group, record["token"])
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        log.warning("the record %s cannot be used: %s", path, error)
-
 # ----- Engines ----------------------------------------------------------------------------------------------
-CALL_SECONDS, CALL_BYTES = 5.0, 16 * MIB        # bounds on one call of stadi's own to an engine
+CALL_SECONDS, HURRY_SECONDS, CALL_BYTES = 5.0, 1.0, 16 * MIB    # bounds on one call of stadi's own
 POLL_LAST, WARM_SECONDS, JOB_SECONDS, QUEUE_BYTES = 0.5, 600.0, 30.0, 64 * MIB   # ComfyUI is slow, its queue
 RESULT_SECONDS, RESULT_BYTES = 600.0, 256 * MIB     # of finished jobs of a child that may be gone
 
@@ -1174,11 +1151,11 @@ class Engine:
     finished = _nothing     # (job): it has ended; called by its follower before the card is let go
     give_up = _nothing      # (job; None: of unknown id): it outlived its bound, or lost its hold by hand
 
-    def ask(self, method, path, body=None, **bounds):
+    def ask(self, method, path, body=None, seconds=None, most=CALL_BYTES):
         """(status, parsed JSON) of one call, with what went wrong remembered. Raises Trouble."""
+        seconds = seconds or self._patience
         try:
-            bounds = {"seconds": self._patience, **bounds}
-            status, content = call(self.endpoint, method, path, body, self.headers, **bounds)
+            status, content = call(self.endpoint, method, path, body, self.headers, seconds, most)
             return status, parsed(content)
         except Trouble as error:
             self.note(str(error))
@@ -1190,11 +1167,17 @@ class Engine:
             log.warning("%s: %s", self.title, trouble)
         self.trouble = trouble
 
+    def judge(self, trouble):
+        """Remember what an answer showed, and raise it as Trouble unless it is ""."""
+        self.note(trouble)
+        if trouble:
+            raise Trouble(trouble, answered=True)
+
     def probe(self):
         """Asked once at the start; a failure is only said."""
         with contextlib.suppress(Trouble):
             status, _ = self.ask("GET", self.greeting)
-            self.note("" if status == 200 else f"GET {self.greeting} gave {status}")
+            self.judge("" if status == 200 else f"GET {self.greeting} gave {status}")
 
     def describe(self):
         return {"url": f"http://{self.endpoint}", "kind": self.kind, "error": self.trouble or None}
@@ -1252,9 +1235,7 @@ class Router(Loader):
             trouble = f"GET /models gave {status} and no list of models: is it llama-server in router mode?"
         elif not all(isinstance(member(row, "status"), dict) for row in rows):
             trouble = "it can't be unloaded: start llama-server in router mode, without -m"
-        self.note(trouble)
-        if trouble:
-            raise Trouble(trouble, answered=True)
+        self.judge(trouble)
         return {str(name): row["status"].get("value") for row in rows
                 for name in (row.get("id"), *(row.get("aliases") or ())) if name}
 
@@ -1267,11 +1248,10 @@ class Router(Loader):
     def busy(self):
         """Generations outlive connections. Only `loaded` models are asked: asking a sleeping one wakes it."""
         with contextlib.suppress(Trouble):
-            for name in [name for name, status in self.models().items() if status == "loaded"]:
-                slots = self.slots(name)[1]
-                if isinstance(slots, list) and any(member(slot, "is_processing") for slot in slots):
-                    return True
-        return False
+            loaded = [name for name, status in self.models().items() if status == "loaded"]
+            answers = (self.slots(name)[1] for name in loaded)
+            return any(member(slot, "is_processing") for slots in answers if isinstance(slots, list)
+                       for slot in slots)
 
     def slots(self, name):
         return self.ask("GET", "/slots?" + urllib.parse.urlencode({"model": name, "autoload": "false"}))
@@ -1401,10 +1381,7 @@ class Ollama(Loader):
     def _holding(self):
         status, answer = self.ask("GET", "/api/ps")
         models = member(answer, "models") if status == 200 else None
-        trouble = "" if isinstance(models, list) else f"GET /api/ps gave {status} and no list of models"
-        self.note(trouble)
-        if trouble:
-            raise Trouble(trouble)
+        self.judge("" if isinstance(models, list) else f"GET /api/ps gave {status} and no list of models")
         return [str(row["name"]) for row in models if member(row, "name")]
 
     def _unload(self, name, asked):
@@ -1456,8 +1433,8 @@ class Comfy(Engine):
     def __init__(self, endpoint, keep, job_timeout, used):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
-        self._freed = self._was_freed = False           # a confirmed /free, and no job since
-        self._asked_free, self._before = False, None    # a /free since the last job; bytes used before it
+        self._vram = self._vram_was = "used"    # asked: to /free it; freed: and it was seen
+        self._before = None                     # bytes used before that /free
         self.given_up, self._stuck_since = [], None     # given_up: ids of jobs that nobody follows any more
 
     def reading(self):
@@ -1469,45 +1446,40 @@ class Comfy(Engine):
         except (Trouble, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"/system_stats can't be read: {error}") from None
 
-    def _queue(self, seconds=CALL_SECONDS):
+    def _queue(self, seconds=None):
         """(ids running, ids waiting). Raises Trouble."""
         answer = self.ask("GET", "/queue", seconds=seconds, most=QUEUE_BYTES)[1]
-        try:
+        with contextlib.suppress(KeyError, IndexError, TypeError):
             return tuple([str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending"))
-        except (KeyError, IndexError, TypeError):
-            raise self._puzzled("GET /queue gave no queue") from None
+        self.judge("GET /queue gave no queue")
 
-    def _working(self):
-        """Whether its queue has work, apart from what was given up. Raises Trouble."""
-        if self.given_up:
-            ids = sum(self._queue(), [])
-            self.given_up = [job for job in self.given_up if job in ids]
-            return any(job not in self.given_up for job in ids)
-        status, answer = self.ask("GET", "/prompt")
-        try:
-            return answer["exec_info"]["queue_remaining"] > 0
-        except (KeyError, TypeError):
-            raise self._puzzled(f"GET /prompt gave {status} and no queue_remaining") from None
-
-    def _puzzled(self, trouble):
-        self.note(trouble)
-        return Trouble(trouble)
     def busy(self):
+        """Whether its queue has work, apart from what was given up; None when it can't be told."""
         with contextlib.suppress(Trouble):
-            return self._working()
+            if self.given_up:
+                ids = sum(self._queue(), [])
+                self.given_up = [job for job in self.given_up if job in ids]
+                return any(job not in self.given_up for job in ids)
+            status, answer = self.ask("GET", "/prompt")
+            with contextlib.suppress(KeyError, TypeError):
+                return answer["exec_info"]["queue_remaining"] > 0
+            self.judge(f"GET /prompt gave {status} and no queue_remaining")
 
     def resident(self):
         """Work that reached it past stadi fills the card as well."""
-        with contextlib.suppress(Trouble):
-            if self._working():
-                self._freed = self._asked_free = False
-            self.note("")
-            return not self._freed
-        return False if self._freed else None
+        self._patience = CALL_SECONDS
+        busy = self.busy()
+        if busy is None:                    # it hangs: what follows in this hand-over does not wait so again
+            self._patience = HURRY_SECONDS
+            return False if self._vram == "freed" else None
+        self.note("")
+        if busy:
+            self._vram = "used"
+        return self._vram != "freed"
 
     def evict(self):
         try:
-            if not self._asked_free:
+            if self._vram == "used":
                 self._free()
             return Eviction(True, True, before=self._before)
         except Trouble as error:
@@ -1518,37 +1490,36 @@ class Comfy(Engine):
         status, _ = self.ask("POST", "/free", self.FREE)
         if status != 200:
             raise Trouble(f"POST /free gave {status}", answered=True)
-        self._asked_free, self._before = True, before
+        self._vram, self._before = "asked", before
 
     def nudge(self):
         """A /free just after a job's end can sleep through its wake-up: said again, it is heard."""
         with contextlib.suppress(Trouble):
             self._free(self._before)
     def evicted(self):
-        self._freed = True
+        self._vram = "freed"
     def ready(self, cancelled):
-        self._was_freed, self._freed, self._asked_free = self._freed, False, False
+        self._vram, self._vram_was = "used", self._vram
     def job_of(self, path, status, body):
         if 400 <= status < 500:                         # nothing was queued
-            self._freed = self._was_freed
+            self._vram = self._vram_was
         return job_in(body, "prompt_id") if status == 200 else None
 
     def ended(self, job, seconds):
-        """An accepted job is in the queue or in the history, unless it was deleted or the process died."""
+        """An accepted job is in the queue, then in the history; in neither when deleted, or all died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
-            for last in (False, True):
-                status, history = self.ask("GET", path, seconds=seconds, most=QUEUE_BYTES)
-                if status != 200 or not isinstance(history, dict):
-                    return "unknown"
-                if last or job in history:
-                    return "ended"
-                running, pending = self._queue(seconds)
-                if job in running or job in pending:
-                    self._stuck_since = None if running else self._stuck_since or time.monotonic()
-                    stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
-                    self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
-                    return "unknown"
+            status, history = self.ask("GET", path, seconds=seconds, most=QUEUE_BYTES)
+            if status != 200 or not isinstance(history, dict):
+                return "unknown"
+            if job in history:
+                return "ended"
+            running, pending = self._queue(seconds)
+            if job not in running and job not in pending:
+                return "ended"
+            self._stuck_since = None if running else self._stuck_since or time.monotonic()
+            stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
+            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
         return "unknown"
 
     def finished(self, job):
@@ -2741,7 +2712,7 @@ def findings(settings, environ):
     for flag in ("listen", "sd", "listen-ollama", "listen-comfy"):
         endpoint = getattr(settings, flag.replace("-", "_"))
         if endpoint and (inodes := listeners(endpoint.port)):
-            own = flag == "sd" and os.path.exists(record_file(settings.sd_log_dir, endpoint.port))
+            own = flag == "sd" and orphans(endpoint.port)
             advice = "left behind by stadi: the next start ends it" if own else "end it, or take another port"
             yield ("warning" if own else "error",
                    f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}; {advice}")
@@ -2752,8 +2723,9 @@ def sd_program(settings):
     """The path of the sd-server program. Raises Usage."""
     if path := shutil.which(settings.sd_bin):
         return path
-    wrong = ("cannot be executed: a folder, or no chmod +x" if os.path.exists(settings.sd_bin) else
-             "is not there; a bare name is looked up on PATH")
+    wrong = ("is a folder" if os.path.isdir(settings.sd_bin) else
+             "cannot be executed; chmod +x" if os.path.exists(settings.sd_bin) else
+             f"is not {'there' if '/' in settings.sd_bin else 'on PATH'}")
     raise Usage(f"{SETTINGS['sd-bin']}: {settings.sd_bin!r} {wrong}; name sd-server's path, or -sd off")
 
 def sd_findings(settings):
@@ -2763,8 +2735,9 @@ def sd_findings(settings):
         yield "error", str(error)
     for flag, value in zip(settings.sd_args, settings.sd_args[1:]):
         if flag in MODEL_FLAGS:
+            wrong = "is a folder" if os.path.isdir(value) else f"there is no file {os.path.abspath(value)}"
             yield ("ok", f"model {flag} {value}") if os.path.isfile(value) else (
-                "error", f"model {flag} {value}: there is no file {os.path.abspath(value)} (-sd-args)")
+                "error", f"model {flag} {value}: {wrong} (-sd-args)")
     yield from [("warning", text) for text in sd_warnings(settings)] or [
         ("ok", f"-sd-args agree with -sd (port {settings.sd.port})")]
     folder = settings.sd_log_dir
@@ -2836,7 +2809,7 @@ def serve(settings, environ):
     """Run until a signal. Returns the exit code."""
     world = build(settings, environ)
     if sd := world.engines.get("sd"):
-        end_orphan(settings.sd_log_dir, settings.sd.port)
+        end_orphans(settings.sd.port)
         for text in sd_warnings(settings):
             log.warning("%s", text)
         if inodes := listeners(settings.sd.port):
