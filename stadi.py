@@ -1635,12 +1635,10 @@ def first_rows(engine):
     return ((("OPTIONS",), r".*", PASS, engine), (("POST",), r"/(?:gpu-turnstile|stadi)/release", OWN, ""),
             (None, r"/status|/healthz", OWN, ""))
 
-LLAMA_SD = (                                                    # methods (None: all), path, class, engine
+LLAMA_SD = (        # methods (None: all), path, class (two: without, with a model in the query), engine
     *first_rows("llama"),
     (READS, r"/metrics", (OWN, WATCH), "llama"),
-    (("POST",), r"/v1/images/.+", TAKE, "sd"),
-    (("POST",), r"/sdapi/v1/(?:txt2img|img2img)", TAKE, "sd"),
-    (("POST",), r"/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
+    (("POST",), r"/v1/images/.+|/sdapi/v1/(?:txt2img|img2img)|/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
     (None, r"/v1/images/.+|/sdapi(?:/.*)?|/sdcpp(?:/.*)?", WATCH, "sd"),
     (None, r"/cors-proxy/?", TAKE, "llama"),                    # it can fetch the router's own URLs
     (READS, PLAIN, (PASS, WATCH), "llama"),                     # with a model in the query it loads it: watch
@@ -1688,26 +1686,22 @@ class Table:
         self._route = functools.lru_cache(4096)(self._route)
 
     def _row(self, method, path):
-        for methods, pattern, kind, engine in self._rows:
-            if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL):
-                return kind, engine
-        raise BadMessage(f"no route for {method} {path!r}", 404)
+        """Each table's last row is for everything."""
+        return next((kind, engine) for methods, pattern, kind, engine in self._rows
+                    if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL))
 
-    def _route(self, method, path):
+    def _route(self, method, path, named):
         clean, row = cleaned(decoded(path)), self._row(method, path)
         strict = self._strict and row[0] in (PASS, WATCH) and method != "OPTIONS"
         if strict and not re.fullmatch(PLAIN, path) or row != self._row(method, clean):
             raise BadMessage("this path can be read in two ways; write it plainly")
-        return Route(*row, clean)
+        kind, engine = row
+        return Route(kind[named] if type(kind) is tuple else kind, engine, clean)
 
     def classify(self, method, target):
         """The Route of a request by its method and its target as it came. Raises BadMessage."""
         path, _, query = target.partition("?")
-        route = self._route(method, path)
-        if type(route.kind) is tuple:               # without, with a model in the query
-            named = query and query_values(query, "model")
-            return Route(route.kind[bool(named)], route.engine, route.path)
-        return route
+        return self._route(method, path, bool(query and query_values(query, "model")))
 
 # ----- Wire -------------------------------------------------------------------------------------------------
 # What is ambiguous is refused, never repaired. One compiled expression judges a whole head, in C, without
