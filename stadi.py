@@ -2003,7 +2003,7 @@ class Client:
             raise Gone from None
 
     def read_head(self):
-        """The next head's bytes; None when the client closed, or stayed idle. Raises BadMessage."""
+        """The next head's bytes. Raises BadMessage; Gone when the client closed, or stayed idle."""
         data, started, seen = self.buf, 0.0, 0
         while not 0 <= (end := data.find(b"\r\n\r\n")) <= HEAD_BYTES:
             if len(data) > HEAD_BYTES:
@@ -2020,11 +2020,9 @@ class Client:
             try:
                 more = self.sock.recv(SMALL)            # idle: the kernel's limit is -keepalive
             except OSError:
-                return None
-            if data and not more:
-                raise BadMessage("the head was cut short")
+                raise Gone from None
             if not more:
-                return None
+                raise BadMessage("the head was cut short") if data else Gone
             self.buf = data = data + more
         self.buf = data[end + 4:]
         return data[:end + 4]
@@ -2137,7 +2135,7 @@ class Exchange:
 
     def __init__(self, client, request, forwarded, hold=None, on_left=None):
         self.client, self.request, self.forwarded, self.hold = client, request, forwarded, hold
-        self.on_left, self.copied = on_left, []     # copied: blocks of an answer that may name a job
+        self.on_left, self.copied = on_left, bytearray()    # copied: of an answer that may name a job
         self.keep = request.keep                    # the client's connection may go on
 
     def run(self, upstream, spool):
@@ -2248,7 +2246,7 @@ class Exchange:
 
     def _deliver(self, answer):
         """To the client. True if the engine's connection ends cleanly with this answer's end."""
-        self.status, body, data, copied = answer.status, answer.body, answer.rest, 0
+        self.status, body, data = answer.status, answer.body, answer.rest
         chunked, until_end = isinstance(body, Chunked), isinstance(body, UntilEnd)
         bare = chunked and not self.request.minor   # HTTP/1.0 knows no chunks
         self._ends_bare = bare or until_end
@@ -2262,9 +2260,8 @@ class Exchange:
             payload = [] if bare or looks else None
             count = body.feed(data, payload) if chunked else body.feed(data)
             block, data = data[:count], data[count:]
-            if looks and copied <= COPY_BYTES:
-                self.copied += payload if chunked else [block]
-                copied += count
+            if looks and len(self.copied) <= COPY_BYTES:
+                self.copied += b"".join(payload) if chunked else block
             if bare:
                 block = b"".join(payload)
             if pending or block:
@@ -2528,8 +2525,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection, self.route_kind, self.head, request = True, "none", b"", None
         try:
             self.head = self.client.read_head()
-            if self.head is None:
-                return
             request = Request(self.head)
             self.close_connection = not self._serve(request)
         except Gone:
@@ -2685,7 +2680,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 if exchange.expired:
                     engine.give_up(None)
                 elif exchange.status:
-                    hold.job = engine.job_of(route.path, exchange.status, b"".join(exchange.copied))
+                    hold.job = engine.job_of(route.path, exchange.status, exchange.copied)
             finally:
                 if hold.job is None or hold.revoked:
                     card.release(hold)
