@@ -1904,13 +1904,13 @@ class Answer(Head):
             found = ANSWER.fullmatch(self._read_head())
             if not found:
                 raise BadMessage("the engine's answer has no clean head")
-            minor, self.line, fields = found.groups()
+            minor, line, fields = found.groups()
             super().__init__(minor, fields)
-            self.status = int(self.line[:3])
+            self.line, self.status = b"HTTP/1.1 " + line + b"\r\n", int(line[:3])
             if self.status >= 200 or self.status == 101:
                 break
             if self._interim and self.status != 100:
-                self._interim(b"HTTP/1.1 " + self.line + b"\r\n" + self.fields + b"\r\n")
+                self._interim(self.line + self.fields + b"\r\n")
         else:
             raise BadMessage("the engine never came to its real answer")
         self.body = self.framing(UntilEnd())
@@ -2251,10 +2251,10 @@ class Exchange:
         bare = chunked and not self.request.minor   # HTTP/1.0 knows no chunks
         self._ends_bare = bare or until_end
         self.keep = self.keep and not self._ends_bare
-        pending = b"".join((                        # goes with the first bytes of the body, or before a wait
-            b"HTTP/1.1 ", answer.line, b"\r\n", answer.fields,
-            b"Transfer-Encoding: chunked\r\n" if chunked and not bare else b"",
-            b"\r\n" if self.keep else b"Connection: close\r\n\r\n"))
+        coding = b"Transfer-Encoding: chunked\r\n" if chunked and not bare else b""
+        connection = b"" if self.keep else b"Connection: close\r\n"
+        # goes with the first bytes of the body, or before a wait
+        pending = answer.line + answer.fields + coding + connection + b"\r\n"
         looks = self.on_left and self.status in (200, 202)
         while True:
             payload = [] if bare or looks else None
@@ -2287,8 +2287,7 @@ class Exchange:
             raise BadMessage("the engine switched protocols unasked")
         self.status, self.keep, self._sent = 101, False, True
         self.client.on_leave()                      # a half-close is carried over
-        self.client.send(b"HTTP/1.1 " + answer.line + b"\r\n" + answer.fields +
-                         UPGRADE + b"\r\n" + answer.rest)
+        self.client.send(answer.line + answer.fields + UPGRADE + b"\r\n" + answer.rest)
         tunnel(self.client.sock, self.upstream.sock, self.client.buf)
         return False
 
