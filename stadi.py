@@ -1583,12 +1583,10 @@ def first_rows(engine):
     return ((("OPTIONS",), r".*", PASS, engine), (("POST",), r"/(?:gpu-turnstile|stadi)/release", OWN, ""),
             (None, r"/status|/healthz", OWN, ""))
 
-LLAMA_SD = (                                                    # methods (None: all), path, class, engine
+LLAMA_SD = (        # methods (None: all), path, class (two: without, with a model in the query), engine
     *first_rows("llama"),
     (READS, r"/metrics", (OWN, WATCH), "llama"),
-    (("POST",), r"/v1/images/.+", TAKE, "sd"),
-    (("POST",), r"/sdapi/v1/(?:txt2img|img2img)", TAKE, "sd"),
-    (("POST",), r"/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
+    (("POST",), r"/v1/images/.+|/sdapi/v1/(?:txt2img|img2img)|/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
     (None, r"/v1/images/.+|/sdapi(?:/.*)?|/sdcpp(?:/.*)?", WATCH, "sd"),
     (None, r"/cors-proxy/?", TAKE, "llama"),                    # it can fetch the router's own URLs
     (READS, PLAIN, (PASS, WATCH), "llama"),                     # with a model in the query it loads it: watch
@@ -1636,26 +1634,22 @@ class Table:
         self._route = functools.lru_cache(4096)(self._route)
 
     def _row(self, method, path):
-        for methods, pattern, kind, engine in self._rows:
-            if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL):
-                return kind, engine
-        raise BadMessage(f"no route for {method} {path!r}", 404)
+        """Each table's last row is for everything."""
+        return next((kind, engine) for methods, pattern, kind, engine in self._rows
+                    if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL))
 
-    def _route(self, method, path):
+    def _route(self, method, path, named):
         clean, row = cleaned(decoded(path)), self._row(method, path)
         strict = self._strict and row[0] in (PASS, WATCH) and method != "OPTIONS"
         if strict and not re.fullmatch(PLAIN, path) or row != self._row(method, clean):
             raise BadMessage("this path can be read in two ways; write it plainly")
-        return Route(*row, clean)
+        kind, engine = row
+        return Route(kind[named] if type(kind) is tuple else kind, engine, clean)
 
     def classify(self, method, target):
         """The Route of a request by its method and its target as it came. Raises BadMessage."""
         path, _, query = target.partition("?")
-        route = self._route(method, path)
-        if type(route.kind) is tuple:               # without, with a model in the query
-            named = query and query_values(query, "model")
-            return Route(route.kind[bool(named)], route.engine, route.path)
-        return route
+        return self._route(method, path, bool(query and query_values(query, "model")))
 
 # ----- Wire -------------------------------------------------------------------------------------------------
 # What is ambiguous is refused, never repaired. One compiled expression judges a whole head, in C, without
@@ -1670,7 +1664,6 @@ _FIELDS = rb"((?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+\r\n)*+)"
 _TARGET = rb"([A-Za-z0-9\-._~!$&'()*+,;=:@%/?\[\]|{}^]++)"
 REQUEST = re.compile(rb"(" + _TOKEN + rb") " + _TARGET + rb" HTTP/1\.([01])\r\n" + _FIELDS + rb"\r\n")
 ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d(?: [\t\x20-\x7e\x80-\xff]*+)?+)\r\n" + _FIELDS + rb"\r\n")
-FIELDS = re.compile(_FIELDS)
 CHUNK = re.compile(rb"(\r\n)?+([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+\r\n" % CHUNK_EXT)
 NOT_TEXT = re.compile(rb"[^\t\r\n\x20-\x7e\x80-\xff]|(?<!\r)\n|\r[^\n]|^\r|^[\x80-\xff]")
 HOST = re.compile(r"(?a)(?!.{300})(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-f.]*+:)[\da-f:.]++\])(?::\d{1,5})?")
@@ -1681,7 +1674,9 @@ _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-
 NOTED = re.compile(rb"\n(" + _STRIPPED + rb"|content-length|host|origin|sec-fetch-site):([^\r]*)")
 HOST_AS_SENT = re.compile(rb"(?im)^host:[\t ]*([^\r\t ]*)")
 STRIP = re.compile(rb"(?im)^(?:" + _STRIPPED + rb"):[^\n]*\n")
+UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
 PASSED = frozenset((b"content-length", b"host", b"origin", b"sec-fetch-site"))
+ONCE = PASSED | {b"transfer-encoding"}                        # in one head
 FRAMES = (b"content-length", b"transfer-encoding", b"host")   # no trailer and no Connection token names these
 NAMELESS = frozenset((b"", b"close", b"keep-alive", b"upgrade", b"te", *FRAMES))   # tokens that strip nothing
 
@@ -1698,11 +1693,8 @@ class Sized:
 
 NOTHING = Sized(0)              # the body of a head that names none
 class UntilEnd:
-    """A body that ends with its connection."""
-    done = False
-
-    def feed(self, data):
-        return len(data)
+    """A body that ends with its connection: every byte belongs to it."""
+    done, feed = False, staticmethod(len)
 
 NO_CHUNK = "the size of a chunk cannot be read, or the chunk before it does not end where its own says"
 @functools.lru_cache(1024)
@@ -1757,7 +1749,7 @@ class Chunked:
             return at + 2
         end = data.find(b"\r\n\r\n", at)
         fields = data[at:] if end < 0 else data[at:end + 2]
-        if len(fields) > TRAILER_BYTES or end >= 0 and (not FIELDS.fullmatch(fields) or any(
+        if len(fields) > TRAILER_BYTES or end >= 0 and (not re.fullmatch(_FIELDS, fields) or any(
                 name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower()))):
             raise BadMessage("the trailers cannot be read")
         self.done = end >= 0
@@ -1768,11 +1760,12 @@ class Head:
     named = ()                          # the tokens of Connection
 
     def __init__(self, minor, fields):
-        self.minor, self.fields, self._again = minor == b"1", fields, []
+        self.minor, self.fields = minor == b"1", fields
         values = self.values = {}       # lower-cased; of fields that stand there again, joined
         for name, value in NOTED.findall(b"\n" + fields.lower()):
             if name in values:
-                self._again.append(name)
+                if name in ONCE:
+                    raise BadMessage(f"{name.decode()} stands there more than once")
                 value = values[name] + b"," + value
             values[name] = value.strip(b"\t ")
         if not PASSED.issuperset(values):
@@ -1783,15 +1776,9 @@ class Head:
         for token in self.named and set(self.named) - NAMELESS:
             self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
 
-    def one(self, name):
-        """The value of a field that may stand there once at the most, or None."""
-        if name in self._again:
-            raise BadMessage(f"{name.decode()} stands there more than once")
-        return self.values.get(name)
-
     def framing(self, otherwise):
         """Sized, Chunked, or what stands for a head that says nothing."""
-        length, coding = self.one(b"content-length"), self.one(b"transfer-encoding")
+        length, coding = self.values.get(b"content-length"), self.values.get(b"transfer-encoding")
         if coding is not None:
             if length is not None or not self.minor or coding != b"chunked":
                 raise BadMessage("Transfer-Encoding must be chunked, alone, on HTTP/1.1")
@@ -1822,7 +1809,7 @@ class Request(Head):
         if not self.method:
             status = 405 if method in (b"CONNECT", b"TRACE") else 501
             raise BadMessage("this method is not served here", status)
-        self.host = host_of(self.one(b"host"))
+        self.host = host_of(values.get(b"host"))
         if not target.startswith(b"/"):
             self.target = self._origin_form(self.target)
         if len(target) > 8190:
@@ -1845,17 +1832,14 @@ class Request(Head):
 
     def upstream_head(self, forwarded, close):
         """The head as it goes to the engine. forwarded: the client's X-Forwarded-For and -Proto lines."""
-        lines = [f"{self.method} {self.target} HTTP/1.1\r\n".encode(), self.fields, forwarded,
-                 b"X-Forwarded-Host: ", HOST_AS_SENT.search(self.fields)[1], b"\r\n"]
-        if self.upgrade:
-            lines.append(b"Connection: Upgrade\r\nUpgrade: websocket\r\n")
-        elif close:
-            lines.append(b"Connection: close\r\n")
+        connection, framing = UPGRADE if self.upgrade else b"Connection: close\r\n" if close else b"", b""
         if isinstance(self.body, Chunked):
-            lines.append(b"Transfer-Encoding: chunked\r\n")
+            framing = b"Transfer-Encoding: chunked\r\n"
         elif self.body is NOTHING and self.method not in ("GET", "HEAD", "OPTIONS"):
-            lines.append(b"Content-Length: 0\r\n")      # the engines wait for seconds without it
-        return b"".join(lines) + b"\r\n"
+            framing = b"Content-Length: 0\r\n"          # the engines wait for seconds without it
+        host = HOST_AS_SENT.search(self.fields)[1]
+        return b"".join((f"{self.method} {self.target} HTTP/1.1\r\n".encode(), self.fields, forwarded,
+                         b"X-Forwarded-Host: ", host, b"\r\n", connection, framing, b"\r\n"))
 
 class Answer(Head):
     """An answer's head, read strictly from a connection; Upstream's response_class. Raises BadMessage."""
@@ -1868,13 +1852,13 @@ class Answer(Head):
             found = ANSWER.fullmatch(self._read_head())
             if not found:
                 raise BadMessage("the engine's answer has no clean head")
-            minor, self.line, fields = found.groups()
+            minor, line, fields = found.groups()
             super().__init__(minor, fields)
-            self.status = int(self.line[:3])
+            self.line, self.status = b"HTTP/1.1 " + line + b"\r\n", int(line[:3])
             if self.status >= 200 or self.status == 101:
                 break
             if self._interim and self.status != 100:
-                self._interim(b"HTTP/1.1 " + self.line + b"\r\n" + self.fields + b"\r\n")
+                self._interim(self.line + self.fields + b"\r\n")
         else:
             raise BadMessage("the engine never came to its real answer")
         self.body = self.framing(UntilEnd())
@@ -1928,16 +1912,6 @@ def ready(seconds, *wanted):
         poller.register(sock, events)
     return dict(poller.poll(max(0.0, seconds) * 1000))
 
-def readable(sock, seconds):
-    return bool(ready(seconds, (sock, select.POLLIN)))
-
-def untouched(sock):
-    """Whether it is connected both ways and holds no unread byte. As readable() would tell it, but without
-    giving the interpreter's lock away, which costs a busy stadi a thread switch for each request."""
-    state, queued = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1), sock.getsockopt(
-        socket.SOL_SOCKET, SO_MEMINFO, 4)
-    return state == TCP_ESTABLISHED and queued == bytes(4)
-
 class Client:
     """A client's connection: the socket, the bytes read ahead of use, and whether it left."""
     def __init__(self, sock, stall):
@@ -1958,7 +1932,7 @@ class Client:
 
     def recv(self):
         """More of a body. Raises BadMessage(408) when it stalls, Gone when it closed or was reset."""
-        if not readable(self.sock, self.stall):
+        if not ready(self.stall, (self.sock, select.POLLIN)):
             raise BadMessage(f"nothing came for {self.stall:g}s in the middle of a body (-stall)", 408)
         with contextlib.suppress(OSError):
             if more := self.sock.recv(4 * SMALL):
@@ -1977,7 +1951,7 @@ class Client:
             raise Gone from None
 
     def read_head(self):
-        """The next head's bytes; None when the client closed, or stayed idle. Raises BadMessage."""
+        """The next head's bytes. Raises BadMessage; Gone when the client closed, or stayed idle."""
         data, started, seen = self.buf, 0.0, 0
         while not 0 <= (end := data.find(b"\r\n\r\n")) <= HEAD_BYTES:
             if len(data) > HEAD_BYTES:
@@ -1989,16 +1963,14 @@ class Client:
                     raise BadMessage("this is no clean HTTP/1.1 request head")
                 seen = len(data)
                 started = started or time.monotonic()
-                if not readable(self.sock, started + HEAD_SECONDS - time.monotonic()):
+                if not ready(started + HEAD_SECONDS - time.monotonic(), (self.sock, select.POLLIN)):
                     raise BadMessage(f"the head was not complete within {HEAD_SECONDS:g}s", 408)
             try:
                 more = self.sock.recv(SMALL)            # idle: the kernel's limit is -keepalive
             except OSError:
-                return None
-            if data and not more:
-                raise BadMessage("the head was cut short")
+                raise Gone from None
             if not more:
-                return None
+                raise BadMessage("the head was cut short") if data else Gone
             self.buf = data = data + more
         self.buf = data[end + 4:]
         return data[:end + 4]
@@ -2011,10 +1983,6 @@ class Watcher:
     def add(self, client):
         self.clients[client.sock.fileno()] = client
         self._epoll.register(client.sock.fileno(), select.EPOLLRDHUP | select.EPOLLET)
-    def remove(self, client):
-        """Before the socket is closed: its number may be another client's at once."""
-        self._epoll.unregister(client.sock.fileno())
-        self.clients.pop(client.sock.fileno(), None)
 
     def run(self):
         while True:
@@ -2095,12 +2063,15 @@ class Upstream(http.client.HTTPConnection):
     def fits(self, method):
         """Whether, kept, it may carry this: the engine may close it, no POST is resent; so only if young."""
         young = time.monotonic() - self.idle_since < REUSE_SECONDS
-        return self.sock is not None and (young or method in READS) and untouched(self.sock)
+        if not (young or method in READS):
+            return False
+        # Connected both ways, without an unread byte? ready() would tell as well, but give the interpreter's
+        # lock away, which costs a busy stadi a thread switch for each request.
+        state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        queued = self.sock.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 4)
+        return state == TCP_ESTABLISHED and queued == bytes(4)
 
     abort = abort               # wakes whoever waits on it, from any thread
-
-class Cut(Exception):
-    """The engine's answer ended before its end."""
 
 class Exchange:
     """One request's way to its engine and back. on_left: what a client's leaving leads to instead of the end
@@ -2112,21 +2083,20 @@ class Exchange:
 
     def __init__(self, client, request, forwarded, hold=None, on_left=None):
         self.client, self.request, self.forwarded, self.hold = client, request, forwarded, hold
-        self.on_left, self.copied = on_left, []     # copied: blocks of an answer that may name a job
+        self.on_left, self.copied = on_left, bytearray()    # copied: of an answer that may name a job
         self.keep = request.keep                    # the client's connection may go on
 
     def run(self, upstream, spool):
-        """True if upstream may be used again. Raises Gone, Refused; Cut when a begun answer broke off."""
+        """True if upstream may be used again. Raises Refused; Gone when the client left, or when an answer
+        that it has in part broke off: only the connection's end can tell it now."""
         self.upstream = upstream
         if self.hold:
             self.hold.on_revoke = upstream.abort
         self.client.on_leave(self.on_left or upstream.abort)
         try:
-            if self.expired or self.hold and self.hold.revoked:
-                raise Cut
             answer = self._ask(spool)
             return self._upgrade(answer) if answer.status == 101 else self._deliver(answer)
-        except (OSError, Cut, BadMessage) as error:
+        except (OSError, BadMessage) as error:
             raise self._failure(error) from None
         finally:
             self.client.on_leave()
@@ -2152,7 +2122,7 @@ class Exchange:
         log.warning("an answer of %s to %s broke off: %s", title, self.request.method, failure)
         if self._ends_bare:
             reset_at_close(self.client.sock)
-        return Cut()
+        return Gone()
 
     def _ask(self, spool):
         """To the engine. Returns its answer, read up to the end of the head."""
@@ -2162,8 +2132,8 @@ class Exchange:
         while True:
             if not (kept := upstream.sock is not None):
                 upstream.connect()
-            if self.client.left and not self.on_left:
-                raise Gone
+            if self.expired or self.hold and self.hold.revoked or self.client.left and not self.on_left:
+                raise ConnectionAbortedError        # _failure() says which; nobody could wake it until here
             try:
                 upstream.sock.sendall(data)
                 if whole is None:
@@ -2224,23 +2194,22 @@ class Exchange:
 
     def _deliver(self, answer):
         """To the client. True if the engine's connection ends cleanly with this answer's end."""
-        self.status, body, data, copied = answer.status, answer.body, answer.rest, 0
+        self.status, body, data = answer.status, answer.body, answer.rest
         chunked, until_end = isinstance(body, Chunked), isinstance(body, UntilEnd)
         bare = chunked and not self.request.minor   # HTTP/1.0 knows no chunks
         self._ends_bare = bare or until_end
         self.keep = self.keep and not self._ends_bare
-        pending = b"".join((                        # goes with the first bytes of the body, or before a wait
-            b"HTTP/1.1 ", answer.line, b"\r\n", answer.fields,
-            b"Transfer-Encoding: chunked\r\n" if chunked and not bare else b"",
-            b"\r\n" if self.keep else b"Connection: close\r\n\r\n"))
+        coding = b"Transfer-Encoding: chunked\r\n" if chunked and not bare else b""
+        connection = b"" if self.keep else b"Connection: close\r\n"
+        # goes with the first bytes of the body, or before a wait
+        pending = answer.line + answer.fields + coding + connection + b"\r\n"
         looks = self.on_left and self.status in (200, 202)
         while True:
             payload = [] if bare or looks else None
             count = body.feed(data, payload) if chunked else body.feed(data)
             block, data = data[:count], data[count:]
-            if looks and copied <= COPY_BYTES:
-                self.copied += payload if chunked else [block]
-                copied += count
+            if looks and len(self.copied) <= COPY_BYTES:
+                self.copied += b"".join(payload) if chunked else block
             if bare:
                 block = b"".join(payload)
             if pending or block:
@@ -2250,28 +2219,23 @@ class Exchange:
             if body.done:
                 return not data and not answer.closes
             if not (data or looks) and isinstance(body, Sized) and body.left > LARGE:
-                self._pump(body)
+                view = memoryview(bytearray(LARGE))     # the bulk of a long body: through one buffer
+                while body.left > LARGE and (count := self.upstream.sock.recv_into(view)):
+                    self._to_client(view[:body.feed(view[:count])])
             more = self.upstream.sock.recv(SMALL)
             if more:
                 data += more
             elif until_end and not (self.expired or self.client.left or self.hold and self.hold.revoked):
                 return False
             else:                                   # too early, or brought about from this side
-                raise Cut("its answer was cut short")
-
-    def _pump(self, body):
-        """The bulk of a long body of known length, through one buffer."""
-        view, sock = memoryview(bytearray(LARGE)), self.upstream.sock
-        while body.left > LARGE and (count := sock.recv_into(view)):
-            self._to_client(view[:body.feed(view[:count])])
+                raise BadMessage("its answer was cut short")
 
     def _upgrade(self, answer):
         if not self.request.upgrade or answer.values.get(b"upgrade") != b"websocket":
             raise BadMessage("the engine switched protocols unasked")
         self.status, self.keep, self._sent = 101, False, True
         self.client.on_leave()                      # a half-close is carried over
-        self.client.send(b"HTTP/1.1 " + answer.line + b"\r\n" + answer.fields +
-                         b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + answer.rest)
+        self.client.send(answer.line + answer.fields + UPGRADE + b"\r\n" + answer.rest)
         tunnel(self.client.sock, self.upstream.sock, self.client.buf)
         return False
 
@@ -2490,25 +2454,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def finish(self):
         """Close so that the client gets what was sent: what it still sends is drained for a moment."""
-        self.world.watcher.remove(self.client)
+        # before the socket is closed (which takes it out of the epoll): another may have its number at once
+        self.world.watcher.clients.pop(self.request.fileno(), None)
         if self.upstream:
             self.upstream.close()
         if self.client.unread:
             with contextlib.suppress(OSError):
                 self.request.shutdown(socket.SHUT_WR)
-                end = time.monotonic() + LINGER_SECONDS
-                while readable(self.request, end - time.monotonic()) and self.request.recv(LARGE):
+                end, more = time.monotonic() + LINGER_SECONDS, (self.request, select.POLLIN)
+                while ready(end - time.monotonic(), more) and self.request.recv(LARGE):
                     pass
 
     def handle_one_request(self):
         self.close_connection, self.route_kind, self.head, request = True, "none", b"", None
         try:
             self.head = self.client.read_head()
-            if self.head is None:
-                return
             request = Request(self.head)
             self.close_connection = not self._serve(request)
-        except (Gone, Cut):
+        except Gone:
             pass
         except Refused as error:
             self.close_connection = not self._refuse(request, error)
@@ -2519,13 +2482,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _refuse(self, request, error):
         """Write an error in the shape that clients of this front read. True if the connection may go on."""
         text, path = str(error), cleaned(decoded(request.target.partition("?")[0])) if request else ""
+        body = {"error": {"message": text, "type": error.kind, "code": error.status}}
         if path in self.front.gates:
             details = {"type": error.kind, "message": text, "details": "", "extra_info": {}}
             body = {"error": details, "node_errors": {}}
         elif self.front.name == "ollama" and path.startswith("/api/"):
             body = {"error": text}
-        else:
-            body = {"error": {"message": text, "type": error.kind, "code": error.status}}
         more = f"Retry-After: {error.retry_after or 5}\r\n" if error.status == 503 else ""
         return self._answer(request, error.status, body, more)
 
@@ -2556,7 +2518,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _guard(self, request, route):
         """The router and sd-server reflect any Origin, without a defence; Ollama and ComfyUI have their own.
         stadi's own routes are guarded everywhere; health checks come through other proxies."""
-        strict, own, origin = self.front.strict, route.kind == OWN, request.one(b"origin")
+        strict, own, origin = self.front.strict, route.kind == OWN, request.values.get(b"origin")
         if not (strict or own):
             return
         if strict and request.method in READS and not request.body.done:
@@ -2571,7 +2533,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         origin, who = None if origin is None else origin.decode("latin-1"), ""
         if origin is not None and not own_origin(origin, request.host, settings.allow_origin):
             who = f"pages of {origin!r}"
-        elif request.one(b"sec-fetch-site") == b"cross-site" and origin not in settings.allow_origin:
+        elif request.values.get(b"sec-fetch-site") == b"cross-site" and origin not in settings.allow_origin:
             who = "pages of another site"
         if who:
             raise Refused(403, f"{who} may not use this stadi; if they may, set -allow-origin"
@@ -2597,8 +2559,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if card.revoke(hold, "released by hand"):
                 log.warning("released by hand: %s (%s)", hold.what, hold.job or "no job")
                 hold.engine.give_up(hold.job)
-                released.append({"id": hold.id, "engine": hold.engine.name, "what": hold.what,
-                                 "job": hold.job})
+                released.append(dict(id=hold.id, engine=hold.engine.name, what=hold.what, job=hold.job))
         return self._answer(request, 200, {"released": released})
 
     def _pass(self, request, route, engine, hold=None, spool=None):
@@ -2663,7 +2624,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 if exchange.expired:
                     engine.give_up(None)
                 elif exchange.status:
-                    hold.job = engine.job_of(route.path, exchange.status, b"".join(exchange.copied))
+                    hold.job = engine.job_of(route.path, exchange.status, exchange.copied)
             finally:
                 if hold.job is None or hold.revoked:
                     card.release(hold)
