@@ -2406,9 +2406,10 @@ def test_an_asynchronous_job_holds_the_card_until_it_has_ended(world):
     world.stadi("-idle", "100ms")
     job = world.job("slow", x_gate=world.gate())
     until(lambda: world.journal("render", prompt="slow"), "the job's render")
-    status = world.status()
+    status = until(lambda: (now := world.status())["holder"] and now["holder"]["holds"][0]["job"] and now,
+                   "a hold that knows its job (it learns of it a moment after the answer)")
     assert status["state"] == "image" and status["in_flight"] == {"llm": 0, "image": 1}
-    assert job["id"] in json.dumps(status["holder"]["holds"])
+    assert [hold["job"] for hold in status["holder"]["holds"]] == [job["id"]]
     chat = world.chat()
     world.waiting(1, "llm")
     assert not world.journal("signal") and not world.at_router(chat)
