@@ -17,6 +17,7 @@ import functools
 import hashlib
 import http.client
 import http.server
+import inspect
 import json
 import os
 import pathlib
@@ -174,6 +175,49 @@ class Stadi:
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+class Reader:
+    """Reads a socket; rest is what came beyond what was asked for. Also a part of the sd-server's script."""
+
+    gone = ConnectionError      # raised when the peer has closed
+
+    def __init__(self, sock, rest=b""):
+        self.sock, self.rest = sock, rest
+
+    def more(self):
+        data = self.sock.recv(1 << 18)
+        if not data:
+            raise self.gone
+        self.rest += data
+
+    def upto(self, mark=b"\r\n"):
+        while mark not in self.rest:
+            self.more()
+        found, _, self.rest = self.rest.partition(mark)
+        return found
+
+    def exactly(self, size):
+        parts, have = [self.rest], len(self.rest)
+        while have < size:
+            data = self.sock.recv(1 << 18)
+            if not data:
+                raise self.gone
+            parts.append(data)
+            have += len(data)
+        whole = b"".join(parts)
+        self.rest = whole[size:]
+        return whole[:size]
+
+    def chunks(self):
+        """A chunked body without its framing and its trailers."""
+        parts = []
+        while size := int(self.upto(), 16):
+            parts.append(self.exactly(size))
+            self.upto()
+        while self.upto():
+            pass
+        return b"".join(parts)
+
 
 # sd-server as engines/sd-server.md describes it, in one short script that starts fast (no pytest, no
 # requests). It is a process of its own because stadi spawns, signals and kills it. Times are
@@ -385,31 +429,7 @@ def answer(method, path, body):
 REASONS = {200: "OK", 202: "Accepted", 400: "Bad Request", 404: "Not Found", 409: "Conflict", 410: "Gone",
            429: "Too Many Requests", 500: "Internal Server Error"}
 
-class Reader:
-    def __init__(self, sock):
-        self.sock, self.data = sock, b""
-    def more(self):
-        new = self.sock.recv(1 << 20)
-        self.data += new
-        return bool(new)
-    def upto(self, mark):
-        while mark not in self.data:
-            if not self.more():
-                raise ConnectionError
-        found, _, self.data = self.data.partition(mark)
-        return found
-    def exactly(self, size):
-        parts, have = [self.data], len(self.data)
-        while have < size:
-            new = self.sock.recv(1 << 20)
-            if not new:
-                raise ConnectionError
-            parts.append(new)
-            have += len(new)
-        whole = b"".join(parts)
-        self.data = whole[size:]
-        return whole[:size]
-
+@READER@
 def decode(path):
     out, i = [], 0
     while i < len(path):
@@ -434,13 +454,7 @@ def exchange(sock, reader):
     if headers.get("expect", "").lower() == "100-continue":
         sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
     if headers.get("transfer-encoding"):
-        body = b""
-        while True:
-            size = int(reader.upto(b"\r\n"), 16)
-            body += reader.exactly(size)
-            reader.upto(b"\r\n")
-            if size == 0:
-                break
+        body = reader.chunks()
     elif "content-length" in headers:
         body = reader.exactly(int(headers["content-length"]))
     else:
@@ -504,7 +518,7 @@ while True:
     except InterruptedError:
         continue
     threading.Thread(target=serve, args=(connection,), daemon=True).start()
-'''
+'''.replace("@READER@", inspect.getsource(Reader))
 
 
 class Card:
@@ -631,18 +645,18 @@ def process_runs(pid):
         return False
 
 
-class Exchange:
+class Exchange(Reader):
     """One request as the router's stand-in saw it, and the means to answer it."""
 
     def __init__(self, server, sock, head, rest):
-        self.server, self.sock = server, sock
+        super().__init__(sock, rest)                # rest: after the head; after the body: pipelined bytes
+        self.server = server
         self.at = time.monotonic()
         self.head = head
         line, *fields = head.decode("latin-1").split("\r\n")
         self.method, self.target, self.version = line.split(" ", 2)
         self.headers = [(name.strip(), value.strip()) for name, _, value in
                         (field.partition(":") for field in fields)]
-        self.rest = rest                            # bytes after the head; after the body: pipelined ones
         self.body = b""
         self.sd_alive = server.card.sd_alive() if server.card else []
         self.vram_used = server.card.used() if server.card else 0
@@ -683,40 +697,11 @@ class Exchange:
         if (self.header("expect") or "").lower() == "100-continue":
             self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self.header("transfer-encoding"):
-            while True:
-                size = int(self.read_upto(b"\r\n"), 16)
-                self.body += self.read_exactly(size)
-                self.read_upto(b"\r\n")
-                if size == 0:
-                    break
+            self.body = self.chunks()
         elif self.header("content-length"):
-            self.body = self.read_exactly(int(self.header("content-length")))
+            self.body = self.exactly(int(self.header("content-length")))
         elif self.method in ("POST", "PUT", "PATCH", "DELETE") and not self.rest:
             select.select([self.sock], [], [], 5)   # the real one stalls for seconds
-
-    def more(self):
-        data = self.sock.recv(1 << 18)
-        if not data:
-            raise ConnectionError
-        self.rest += data
-
-    def read_upto(self, mark):
-        while mark not in self.rest:
-            self.more()
-        found, _, self.rest = self.rest.partition(mark)
-        return found
-
-    def read_exactly(self, size):
-        parts, have = [self.rest], len(self.rest)
-        while have < size:
-            data = self.sock.recv(1 << 18)
-            if not data:
-                raise ConnectionError
-            parts.append(data)
-            have += len(data)
-        whole = b"".join(parts)
-        self.rest = whole[size:]
-        return whole[:size]
 
     def client_left(self, seconds=0.0):
         """Wait up to seconds for the client to go; True at once when it has."""
@@ -3846,11 +3831,14 @@ class Gone(Exception):
     """The peer closed its connection."""
 
 
-class TurnCall:
+class TurnCall(Reader):
     """One request as a stand-in engine sees it: raw target, headers in order, the body once it is read."""
 
+    gone = Gone
+
     def __init__(self, conn, rest, method, target, headers):
-        self.conn, self.rest, self.at = conn, rest, time.monotonic()
+        super().__init__(conn, rest)
+        self.conn, self.at = conn, time.monotonic()
         self.method, self.target, self.headers = method, target, headers
         self.body, self.status, self.ended, self.chunked = b"", None, None, False
         self.keep = (self["connection"] or "").lower() != "close"
@@ -3867,30 +3855,6 @@ class TurnCall:
     def json(self):
         return json.loads(self.body)
 
-    def _more(self):
-        data = self.conn.recv(1 << 16)
-        if not data:
-            raise Gone
-        self.rest += data
-
-    def _line(self):
-        while b"\r\n" not in self.rest:
-            self._more()
-        line, _, self.rest = self.rest.partition(b"\r\n")
-        return line
-
-    def _exactly(self, size):
-        parts, have = [self.rest], len(self.rest)
-        while have < size:
-            data = self.conn.recv(1 << 16)
-            if not data:
-                raise Gone
-            parts.append(data)
-            have += len(data)
-        whole = b"".join(parts)
-        self.rest = whole[size:]
-        return whole[:size]
-
     def read(self):
         """The whole body, however it was framed."""
         if self.unread:
@@ -3898,15 +3862,9 @@ class TurnCall:
             if (self["expect"] or "").lower() == "100-continue":
                 self.conn.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             if self["transfer-encoding"]:
-                parts = []
-                while size := int(self._line(), 16):
-                    parts.append(self._exactly(size))
-                    self._line()
-                while self._line():
-                    pass
-                self.body = b"".join(parts)
+                self.body = self.chunks()
             else:
-                self.body = self._exactly(int(self["content-length"]))
+                self.body = self.exactly(int(self["content-length"]))
         return self.body
 
     def left(self, seconds=0.0):
@@ -9801,12 +9759,13 @@ def test_wire_a_host_of_60_kb_is_judged_in_one_pass(wire_llm, value):
 
 
 def test_wire_the_expression_for_hosts_never_goes_back_over_what_it_has_read():
-    """Whatever stands before it against long ones: 300 bytes at most, and 10,000 of those."""
+    """Not even without the limit of 300 characters that stands before it."""
     stadi, end = stadi_module(), time.monotonic() + DEADLINE
+    host = re.compile(stadi.HOST.pattern.replace("(?!.{300})", ""))
     for value in WIRE_LONG_HOSTS.values():
-        for number in range(10_000):
-            assert not stadi.HOST.fullmatch(value[:298].decode() + "!")
-        assert time.monotonic() < end, value[:20]
+        for _ in range(50):
+            assert not host.fullmatch(value.decode()[:-1] + "!")
+            assert time.monotonic() < end, value[:20]
 
 
 @wire_each([301, 1_000, 8_190, 60_000])
@@ -9833,9 +9792,10 @@ def wire_tokens(count, first=0):
             "33 empty ones": [b"Connection:" + b"," * 32],
             "33 with those that name no field": [wire_tokens(30), b"Connection: close, te, upgrade"]})
 def test_wire_more_than_32_connection_tokens_are_refused(wire, fields):
-    wire_refused(wire, wire_get(*fields), (431,))
-    wire.begin()
-    wire_refused(wire, wire_post(WIRE_CL, *fields), (431,))
+    for data in (wire_get(*fields), wire_post(WIRE_CL, *fields)):
+        client, answer = wire.ask(data)
+        assert answer.status == 431 and client.to_end() and client.ended == "fin", answer
+    wire.nothing()
     if len(fields[0]) < 10_000:
         wire.script(wire_closing(wire_reply(*fields, b"Content-Length: 2", body=b"ok")))
         assert wire.ask(wire_get())[1].status == 502, "of an answer neither"
@@ -9862,7 +9822,7 @@ class WireDrip:
 
     def __init__(self, pieces):
         self.sock, self.peer = socket.socketpair()
-        self.pieces, self.recvs = iter(pieces), 0
+        self.pieces, self.recvs, self.began = iter(pieces), 0, time.thread_time()
         self.peer.sendall(next(self.pieces))
 
     def fileno(self):
@@ -9870,6 +9830,7 @@ class WireDrip:
 
     def recv(self, size):
         self.recvs += 1
+        assert time.thread_time() - self.began < 10, f"{self.recvs} pieces took 10 s of the processor"
         data = self.sock.recv(size)
         piece = next(self.pieces, None)
         if piece:
@@ -9881,17 +9842,18 @@ class WireDrip:
         self.peer.close()
 
 
-@pytest.mark.parametrize("size", [1, 8, 64])
-@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"GET /" + b"a" * 30_000 + b" HTTP/1.1\r\n"],
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\n"],
                          ids=["a short line", "a long line"])
-def test_wire_a_head_that_drips_is_judged_once_and_not_at_every_recv(size, line):
-    """64 KB in thousands of pieces are whole before the 10 s are over that stadi gives them."""
-    stadi, fields = stadi_module(), (20_000 if size == 1 else 65_000) - len(line)
-    head = line + b"Host: a\r\n" + b"X: " + b"x" * max(100, fields) + b"\r\n\r\n"
+def test_wire_a_head_that_drips_is_judged_once_and_not_at_every_recv(size, line, monkeypatch):
+    stadi, matched = stadi_module(), []
+    monkeypatch.setattr(stadi, "REQUEST", types.SimpleNamespace(
+        match=lambda data, match=stadi.REQUEST.match: matched.append(data) or match(data)))
+    head = line + b"Host: a\r\n" + b"X: " + b"x" * ((40_000 if size == 1 else 64_000) - len(line)) + b"\r\n\r\n"
     drip = WireDrip(head[at:at + size] for at in range(0, len(head), size))
     with contextlib.closing(drip):
         assert stadi.Client(drip, 5).read_head() == head
-    assert drip.recvs == -(-len(head) // size)
+    assert drip.recvs == -(-len(head) // size) and matched == [line + b"\r\n"]
 
 
 WIRE_DRIPPED_RUBBISH = {
@@ -9923,10 +9885,11 @@ def wire_trailers(size):
 
 @pytest.mark.parametrize("path", [b"{take}", b"{post}"], ids=["take", "post"])
 @pytest.mark.parametrize("end", [b"", b"\r\n"], ids=["endless", "whole"])
-@wire_each([8_193, 9_000, 20_000, 60_000])
+@wire_each([8_193, 60_000])
 def test_wire_trailers_over_8_kb_are_refused(wire, path, end, size):
     client = wire.client()
-    client.send(wire.fill(wire_request(b"POST", path, WIRE_TE)) + WIRE_CHUNKS[:-2] + wire_trailers(size) + end)
+    head = wire.fill(wire_request(b"POST", path, WIRE_TE, b"Connection: close"))
+    client.send(head + WIRE_CHUNKS[:-2] + wire_trailers(size) + end)
     assert [answer.status for answer in client.to_end()] == [400], bytes(client.raw[:300])
     assert not any(seen.complete for seen in wire.seen)
 
