@@ -12637,8 +12637,8 @@ def test_chaos_a_child_that_dies_ten_times_in_a_row_costs_ten_quick_errors(chaos
     for number in range(10):
         ask = chaos.image(f"number {number}").answer()
         own_error(ask, 502)
-        assert ask.seconds < 3, ask
-    assert time.monotonic() - began < 12
+        assert ask.seconds < 10, ask
+    assert time.monotonic() - began < 40
     busy = chaos_cpu(one.process.pid)
     with pytest.raises(pytest.fail.Exception):      # nobody asks, so nothing is started
         until(lambda: len(chaos.journal("spawn")) != 10, "", 0.3)
@@ -12840,7 +12840,7 @@ def chaos_four_world(tmp_path_factory):
     one = ChaosWorld(tmp_path_factory.mktemp("faults"))
     one.forgiven = True                             # engines that don't let go are the point
     one.go("-busy-wait", "20s", "-image-wait", "20s", "-llm-wait-timeout", "20s", "-vram-wait", "200ms",
-           "-unload-timeout", "200ms", "-job-timeout", "1s", "-render-wait", "1s", "-load-wait", "1s",
+           "-unload-timeout", "200ms", "-job-timeout", "1s", "-render-wait", "1s", "-load-wait", "3s",
            "-comfy-keep", "1m")
     one.log_at = 0
     yield one
