@@ -26,9 +26,9 @@ The rooms, in reading order; each uses only those above it:
     Front       servers and the handler: from a route's class to card, relay or answer
     main        settings, signals, wiring
 """
-import bisect, collections, contextlib, errno, functools, http.client, http.server, ipaddress, itertools, json
-import logging, os, re, resource, select, shlex, shutil, signal, socket, struct, subprocess, sys, threading
-import time, types, urllib.parse
+import bisect, collections, contextlib, errno, functools, glob, http.client, http.server, ipaddress, itertools
+import json, logging, os, re, resource, select, shlex, shutil, signal, socket, struct, subprocess, sys
+import threading, time, types, urllib.parse
 from typing import NamedTuple
 
 VERSION = "0.1.0"
@@ -41,6 +41,18 @@ def start(target, *args):
     with contextlib.suppress(RuntimeError):
         thread.start()
         return thread
+
+def proc(path):
+    """The bytes of a file of /proc; none when it is gone, or may not be read."""
+    with contextlib.suppress(OSError), open(f"/proc/{path}", "rb") as file:
+        return file.read()
+    return b""
+
+def pids():
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+def name_of(pid):
+    return proc(f"{pid}/comm").decode("utf-8", "replace").strip()
 
 # ----- Settings ---------------------------------------------------------------------------------------------
 class Usage(Exception):
@@ -242,8 +254,8 @@ Reading = collections.namedtuple("Reading", "used total")   # bytes; total: None
 
 class Meter:
     """Reads the VRAM in use. One that hangs (nvidia-smi, a wedged driver) costs a thread, not the caller."""
-    def __init__(self, source, read, every=0.05):
-        self.source, self.every = source, every      # every: seconds between two readings of one wait
+    def __init__(self, source, read, every=0.05, users=lambda: ()):
+        self.source, self.every, self._users = source, every, users     # every: seconds between two readings
         self.last, self.error, self._got = None, "", []     # _got: what the thread under way has read
         self._read, self._lock, self._thread = read, threading.Lock(), None
 
@@ -260,6 +272,13 @@ class Meter:
             self.error = f"{self.source} does not answer"
             return None
         return got[0] if got else None
+
+    def users(self):
+        """Who has memory on the card, as far as can be told: [{pid, name, mib}], most first; eight."""
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            rows = [{"pid": pid, "name": name_of(pid), "mib": mib} for pid, mib in self._users() if mib]
+            return sorted(rows, key=lambda row: -row["mib"])[:8]
+        return []
 
     def _attempt(self, got):
         try:
@@ -293,6 +312,20 @@ def _amdgpu(folder):
             return int(file.read())
     return Reading(number("mem_info_vram_used"), number("mem_info_vram_total"))
 
+def _amdgpu_users(address):
+    """From the kernel's fdinfo: a process may have the device open often, and each client counts once."""
+    clients = collections.defaultdict(dict)
+    for path in glob.glob("[0-9]*/fdinfo/*", root_dir="/proc"):
+        pairs = re.findall(r"(?m)^drm-(pdev|client-id|memory-vram):\s*(\S+)", proc(path).decode("latin-1"))
+        if (fields := dict(pairs)).get("pdev") == address and "memory-vram" in fields:
+            clients[int(path.partition("/")[0])][fields.get("client-id")] = int(fields["memory-vram"]) >> 10
+    return [(pid, sum(sizes.values())) for pid, sizes in clients.items()]
+
+def _nvidia_users(address):
+    query = "--query-compute-apps=gpu_bus_id,pid,used_memory"
+    rows = [line.split(", ") for line in _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"])]
+    return [(int(pid), int(mib)) for bus, pid, mib in rows if bus == address and mib.isdigit()]
+
 def _nvidia_rows():
     query = "--query-gpu=index,pci.bus_id,memory.used,memory.total"
     for line in _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"]):
@@ -309,12 +342,15 @@ def cards(environ):
         device = os.path.join(root, f"card{number}", "device")
         read = functools.partial(_amdgpu, device)
         with contextlib.suppress(OSError, ValueError):
-            total, meter = read().total, Meter(f"amdgpu's card{number}/device/mem_info_vram_used", read)
-            found.append((total, str(len(found)), os.path.basename(os.path.realpath(device)), meter))
+            total, address = read().total, os.path.basename(os.path.realpath(device))
+            meter = Meter(f"amdgpu's card{number}/device/mem_info_vram_used", read,
+                          users=functools.partial(_amdgpu_users, address))
+            found.append((total, str(len(found)), address, meter))
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             for index, address, reading in _nvidia_rows():
-                meter = Meter(f"nvidia-smi {index}", functools.partial(_nvidia, address), 0.25)
+                meter = Meter(f"nvidia-smi {index}", functools.partial(_nvidia, address), 0.25,
+                              functools.partial(_nvidia_users, address))
                 found.append((reading.total, index, address, meter))
     return found
 
@@ -343,6 +379,7 @@ class Vram:
     """The card's memory: its meter, its floor, and the wait for its return. Used by the mover."""
     def __init__(self, meter, free_below, wait, clock=time.monotonic, sleep=time.sleep):
         self.meter, self.free_below, self.bound = meter, free_below, wait
+        self.in_the_way = []    # who had memory when it did not return the last time
         self.floor = None       # bytes: the lowest level after a verified eviction, with nothing resident
         self._clock, self._sleep = clock, sleep
     def _read(self):
@@ -357,6 +394,7 @@ class Vram:
     def wait_back(self, before, verified, nudge, cut):
         """Wait until what was evicted has left the card; "" or a warning that says how much is still used.
         before: bytes used when it began. nudge() is called again and again; cut(): no need of it any more."""
+        self.in_the_way = []
         if before is not None and self._is_free(before) or self.meter.source == "none":
             if verified and self.floor is not None:
                 self.floor = min(self.floor, self.used() or self.floor)
@@ -386,6 +424,9 @@ class Vram:
                 if verified and lowest < float("inf"):
                     self.floor = lowest
                 used = f"{reading.used / GIB:.1f} GiB still used" if reading else self.meter.error
+                self.in_the_way = self.meter.users()
+                used += "".join(f", {row['mib']} MiB by {row['name']} (pid {row['pid']})"
+                                for row in self.in_the_way)
                 return f"VRAM did not return within {self.bound:g}s (-vram-wait): {used}; went on"
             self._sleep(self.meter.every)
 
@@ -417,7 +458,8 @@ class Hold:
     unwanted = False            # nobody waits for its work: it may be ended for the next
     revoked = ""                # why it was taken away
 
-    def __init__(self, number, engine, what, arrived, limit, joins, blocked):
+    def __init__(self, number, engine, what, arrived, limit, joins, blocked, ahead=False):
+        self.ahead = ahead          # goes before all others
         self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
         self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
         self.over = threading.Event() if engine.kind == IMAGE else None     # set then: its follower stops
@@ -450,8 +492,11 @@ class Handover:
         self.asked = self.before = self.after = None    # asked: is busy with work outside of any hold; bytes
 
 def choose(waiters, now, job_seconds):
-    """Who is next of waiters, in order of arrival: (a) LLM requests that would reach their limit before an
-    image job could end (job_seconds(engine), or None), never past one before them; (b) images; (c) LLM."""
+    """Who is next of waiters, in order of arrival: who goes ahead of all; (a) LLM requests that would reach
+    their limit before an image job could end (job_seconds(engine), or None), never past one before them; (b)
+    images; (c) LLM."""
+    if ahead := next((waiter for waiter in waiters if waiter.ahead), None):
+        return ahead
     image = next((waiter for waiter in waiters if waiter.engine.kind == IMAGE), None)
     if image is None:
         return waiters[0] if waiters else None
@@ -478,13 +523,13 @@ class Card:
         self._residents, self._ledger = {}, collections.deque(maxlen=50)    # engine's name -> its last answer
         self.warm = None                        # (engine, work(hold)): what an idle card is used for
 
-    def acquire(self, engine, what, limit, joins=False, on_wait=lambda leave: None):
+    def acquire(self, engine, what, limit, joins=False, on_wait=lambda leave: None, ahead=False):
         """Wait for a hold. limit: seconds (rule 4), 0 for none. joins: may queue inside the engine beside its
         other jobs. on_wait(leave) is told how to leave the queue. Raises Refused, or Gone."""
         with self._lock:
             if self.closed:
                 raise self.closed
-            waiter = self._waiter(engine, what, limit, joins)
+            waiter = self._waiter(engine, what, limit, joins, ahead)
             self._waiters.append(waiter)
             self._advance()
             if waiter not in self._waiters:
@@ -552,9 +597,9 @@ class Card:
             while self._holds and (left := until - self._clock()) > 0:
                 self._work.wait(left)
 
-    def _waiter(self, engine, what, limit=0, joins=False):
+    def _waiter(self, engine, what, limit=0, joins=False, ahead=False):
         now = self._clock()
-        return Hold(next(self._numbers), engine, what, now, limit, joins, self._blocked(now))
+        return Hold(next(self._numbers), engine, what, now, limit, joins, self._blocked(now), ahead)
     def _leave(self, waiter):
         with self._lock:
             if waiter in self._waiters:
@@ -586,11 +631,11 @@ class Card:
 
     def _left(self, waiter):
         """Seconds until this waiter's limit; None while no limit counts."""
-        moving, now, llm = self._handover, self._clock(), waiter.engine.kind == LLM
+        moving, now, image = self._handover, self._clock(), waiter.engine.kind == IMAGE
         own = moving and moving.running and moving.to is waiter.engine and moving.phase != "drain"
-        if own or not waiter.limit or not llm and self._blocked_since is None:
+        if own or not waiter.limit or image and self._blocked_since is None:
             return None
-        return waiter.limit - (now - waiter.arrived if llm else self._blocked(now) - waiter.blocked)
+        return waiter.limit - (self._blocked(now) - waiter.blocked if image else now - waiter.arrived)
 
     def _reason(self):
         """Who has the card, since when, and why, in words."""
@@ -777,7 +822,7 @@ class Card:
     def _drain(self, moving, engine):
         """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
         end, pause = engine.busy_limit and self._clock() + engine.busy_limit, 0.05
-        while not moving.cancelled.is_set() and engine.busy():
+        while not (moving.cancelled.is_set() or moving.to and moving.to.hurries) and engine.busy():
             with self._lock:
                 moving.asked = engine
                 self._recount()
@@ -809,7 +854,7 @@ class Card:
             self._handover, refused = None, isinstance(error, Refused)
             changed = moving.gone or moving.started or moving.to and moving.to is not self._owner
             if error is None:
-                self._owner = moving.to
+                self._owner = moving.to if moving.to and moving.to.kind in (LLM, IMAGE) else None
             if changed or refused:
                 self._record(moving, error)
             if refused:
@@ -881,15 +926,6 @@ TERM_SECONDS, KILL_SECONDS = 3.0, 10.0      # TERM to KILL (sd-server needs 0.1)
 LOG_BYTES, TOKEN, NAMESPACE = 10 * MIB, "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
 
-def proc(path):
-    """The bytes of a file of /proc; none when it is gone, or may not be read."""
-    with contextlib.suppress(OSError), open(f"/proc/{path}", "rb") as file:
-        return file.read()
-    return b""
-
-def pids():
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
 def life(pid):
     """[process group, start in clock ticks since boot] of a process; None if there is none, or a zombie."""
     fields = proc(f"{pid}/stat").rpartition(b")")[2].split()
@@ -950,8 +986,8 @@ def sockets_of(pid):
 
 def who_listens(inodes):
     """Words for the processes behind these sockets: pid and name."""
-    return ", ".join(f"pid {pid} ({proc(f'{pid}/comm').decode('utf-8', 'replace').strip()})"
-                     for pid in pids() if inodes & sockets_of(pid)) or "a process of another user"
+    found = [f"pid {pid} ({name_of(pid)})" for pid in pids() if inodes & sockets_of(pid)]
+    return ", ".join(found) or "a process of another user"
 
 class SpawnError(Exception):
     """The child could not be started; the text names the file and the cause."""
@@ -1131,6 +1167,7 @@ class Engine:
     busy_limit = 0              # seconds to wait for work that only it knows of; 0: a waiter's limit ends it
     job_bound = 0               # seconds that one job may take; 0 none
     jobs = ()                   # paths whose work goes on after the answer, beside other such work
+    hurries = False             # does not wait for work that only the other engines know of
     fresh = stoppable = False   # a new connection for each request; work that nobody wants can be ended
 
     def __init__(self, endpoint, bound=0):
@@ -1535,6 +1572,14 @@ class Comfy(Engine):
         self.given_up = [*self.given_up, *jobs][-99:]
         self.finished(job)
 
+class Nobody(Engine):
+    """Who has the card for the moment when it is freed by hand: all others are evicted, and nothing loads."""
+    name, kind = "nobody", "idle"
+
+    def __init__(self, hurries):
+        super().__init__(None)
+        self.hurries = hurries
+
 def follow(card, hold):
     """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound. The clock
     runs from the moment the job is seen to run; while it is queued behind others, theirs runs."""
@@ -1580,8 +1625,8 @@ READS = ("GET", "HEAD")
 PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
 
 def first_rows(engine):
-    return ((("OPTIONS",), r".*", PASS, engine), (("POST",), r"/(?:gpu-turnstile|stadi)/release", OWN, ""),
-            (None, r"/status|/healthz", OWN, ""))
+    return ((("OPTIONS",), r".*", PASS, engine), (None, r"/status|/healthz", OWN, ""),
+            (("POST",), r"/gpu-turnstile/release|/stadi/(?:release|free|load)", OWN, ""))
 
 LLAMA_SD = (        # methods (None: all), path, class (two: without, with a model in the query), engine
     *first_rows("llama"),
@@ -2331,7 +2376,7 @@ class Eyes:
             "resident": {name: engine.up if engine is sd else card["resident"].get(name)
                          for name, engine in self.engines.items()},
             "vram": {"used": used, "total": total, "floor": self.vram.floor, "source": meter.source,
-                     "error": meter.error or None},
+                     "error": meter.error or None, "in_the_way": self.vram.in_the_way},
             "sd_child_up": bool(sd and sd.up), "sd": sd and sd.describe(),
             "engines": {name: engine.describe() for name, engine in self.engines.items()},
             "given_up": list(getattr(self.engines.get("comfy"), "given_up", ()))}
@@ -2540,27 +2585,52 @@ class Handler(http.server.BaseHTTPRequestHandler):
                                " (STADI_ALLOW_ORIGIN) to their origin", "forbidden")
 
     def _own(self, request, route):
-        eyes = self.world.eyes
-        if request.method == "POST" and route.path.endswith("/release"):
-            return self._release(request)
+        eyes, path = self.world.eyes, route.path
+        if request.method == "POST" and path not in ("/status", "/healthz", "/metrics"):
+            collections.deque(body_blocks(self.client, request), 0)         # read it; it says nothing
+            action = {"free": self._free, "load": self._load}.get(path.rpartition("/")[2], self._release)
+            return self._answer(request, 200, action(request.target.partition("?")[2]))
         if request.method not in READS:
-            raise Refused(405, f"{route.path} is read with GET", "invalid_request_error")
-        if route.path == "/metrics":
+            raise Refused(405, f"{path} is read with GET", "invalid_request_error")
+        if path == "/metrics":
             return self._answer(request, 200, eyes.metrics(), kind="text/plain; version=0.0.4; charset=utf-8")
-        return self._answer(request, 200, eyes.health() if route.path == "/healthz" else eyes.status())
+        return self._answer(request, 200, eyes.health() if path == "/healthz" else eyes.status())
 
-    def _release(self, request):
+    def _release(self, query):
         """Let go of a stuck hold: the one that id names (its number, or its job), else the oldest image's."""
-        collections.deque(body_blocks(self.client, request), 0)         # read it; it says nothing
-        card, wanted = self.world.card, query_values(request.target.partition("?")[2], "id")[:1]
-        released, found = [], [hold for hold in card.holds() if (
+        wanted = query_values(query, "id")[:1]
+        found = [hold for hold in self.world.card.holds() if (
             wanted[0] in (str(hold.id), hold.job) if wanted else hold.engine.kind == IMAGE)]
-        for hold in found if wanted else found[:1]:
-            if card.revoke(hold, "released by hand"):
-                log.warning("released by hand: %s (%s)", hold.what, hold.job or "no job")
-                hold.engine.give_up(hold.job)
-                released.append(dict(id=hold.id, engine=hold.engine.name, what=hold.what, job=hold.job))
-        return self._answer(request, 200, {"released": released})
+        return {"released": [dict(id=hold.id, engine=hold.engine.name, what=hold.what, job=hold.job)
+                for hold in (found if wanted else found[:1]) if self._take_away(hold, "released by hand")]}
+
+    def _take_away(self, hold, why):
+        if taken := self.world.card.revoke(hold, why):
+            log.warning("%s: %s (%s)", why, hold.what, hold.job or "no job")
+            hold.engine.give_up(hold.job)
+        return taken
+
+    def _free(self, query):
+        """Everything off the card, before all who wait; force=1: also what runs."""
+        card, force = self.world.card, "1" in query_values(query, "force")
+        for hold in card.holds() if force else ():
+            self._take_away(hold, "freed by hand")
+        self._visit(Nobody(force), "free", self.world.settings.busy_wait, ahead=True)
+        last = card.snapshot()["handovers"][-1:]
+        return {"freed": True, "vram_used": self.world.eyes.vram.used(),
+                "notes": [note for row in last if row["to"] == "nobody" for note in row["notes"]]}
+
+    def _load(self, query):
+        """Make an engine ready, in its turn; it may idle from then on."""
+        settings, name = self.world.settings, (query_values(query, "engine") or ["sd"])[0]
+        if not (engine := self.world.engines.get(name)):
+            raise Refused(404, f"there is no engine {name!r} behind this stadi", "not_found_error")
+        self._visit(engine, "load", settings.image_wait if engine.kind == IMAGE else settings.busy_wait)
+        return {"loaded": name}
+
+    def _visit(self, engine, what, limit, ahead=False):
+        card = self.world.card
+        card.release(card.acquire(engine, f"POST /stadi/{what}", limit, False, self.client.on_leave, ahead))
 
     def _pass(self, request, route, engine, hold=None, spool=None):
         return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool or Spool())

@@ -10832,7 +10832,7 @@ class MadeUp:
 
     def __init__(self, machine, name, kind, stoppable=False, idle_after=None, busy_limit=0):
         self.machine, self.name, self.kind, self.stoppable = machine, name, kind, stoppable
-        self.idle_after, self.busy_limit = idle_after, busy_limit
+        self.idle_after, self.busy_limit, self.hurries = idle_after, busy_limit, False
         self.loaded = self.excused = False      # excused: its eviction gave no proof
         self.alien_until = 0.0                              # works on something that stadi holds nothing for
 
@@ -11668,7 +11668,7 @@ class Crowd:
 
 
 class CrowdEngine:
-    hint, busy_limit = "", 0
+    hint, busy_limit, hurries = "", 0, False
 
     def __init__(self, crowd, name, kind, stoppable=False, idle_after=None):
         self.crowd, self.name, self.kind = crowd, name, kind
@@ -11865,8 +11865,8 @@ def test_no_picture_waits_because_llm_requests_keep_coming(card_room):
     assert {chat.state for chat in chats} == {"held"}, "they all come in together"
 
 
-def in_line(kind, arrived, limit):
-    return types.SimpleNamespace(engine=types.SimpleNamespace(kind=kind), arrived=arrived, limit=limit)
+def in_line(kind, arrived, limit, ahead=False):
+    return types.SimpleNamespace(engine=types.SimpleNamespace(kind=kind), arrived=arrived, limit=limit, ahead=ahead)
 
 
 CHAT, PICTURE = ("llm", 0.0, 60), ("image", 1.0, 30)
@@ -11883,9 +11883,12 @@ CHAT, PICTURE = ("llm", 0.0, 60), ("image", 1.0, 30)
     ([PICTURE, ("llm", 2.0, 60)], 61, 20, 0),
     ([("llm", 0.0, 600), CHAT, PICTURE], 30, 20, 1),
     ([PICTURE, ("image", 2.0, 30)], 9, 20, 0),
+    ([CHAT, PICTURE, ("idle", 3.0, 60, True)], 59, 20, 2),
+    ([CHAT, ("idle", 2.0, 60, True), ("idle", 3.0, 60, True)], 59, 20, 1),
 ], ids=["nobody", "llm alone: the oldest", "a picture that came first", "no job is known yet: assume so",
         "no limit, no hurry", "two jobs fit before the limit", "two jobs no longer fit",
-        "never past an earlier picture", "the one in a hurry, not the oldest", "pictures: the oldest"])
+        "never past an earlier picture", "the one in a hurry, not the oldest", "pictures: the oldest",
+        "by hand: before all", "by hand: the oldest"])
 def test_who_is_next(waiters, now, expected, which):
     line = [in_line(*waiter) for waiter in waiters]
     chosen = stadi_module().choose(line, now, lambda engine: expected)
@@ -13493,6 +13496,167 @@ def test_chaos_under_supervise_daemon_a_crash_a_stop_and_an_orphan(chaos, chaos_
     own_error(chaos_answers(loading), 503)
     assert service.rc("status").returncode == 3 and chaos_port_is_free(world.sd_port)
     assert "Traceback" not in service.log()
+
+
+# ----- steering by hand, and what is in the way --------------------------------------------------------
+
+
+def test_steer_free_gives_everything_back_and_the_next_request_works(world):
+    world.stadi()
+    picture(world.image().answer())
+    answer = world.ask("POST", "/stadi/free").answer()
+    assert answer.status == 200 and answer.json()["freed"] is True, answer
+    assert not world.card.sd_alive() and world.card.used() < GIB
+    whole_stream(world.chat().answer())
+    assert world.router.holds()
+    answer = world.ask("POST", "/stadi/free").answer()
+    assert answer.status == 200 and answer.json()["vram_used"] == world.card.used() < GIB, answer
+    assert world.router.holds() == []
+    last = world.status()["handovers"][-1]
+    assert (last["from"], last["to"]) == ("llama", "nobody") and world.at_rest()["state"] == "idle"
+    picture(world.image().answer())
+
+
+def test_steer_free_is_idempotent_and_asks_every_time(world):
+    world.stadi()
+    for _ in range(2):
+        assert world.ask("POST", "/stadi/free").answer().json()["freed"] is True
+    assert world.ask("POST", "/stadi/free").answer().json()["freed"] is True
+    assert world.router.holds() == []
+
+
+def test_steer_free_goes_before_all_who_wait_and_cuts_nobody(world):
+    world.stadi()
+    held = world.held_chat()
+    image = world.image()
+    world.waiting(1)
+    free = world.ask("POST", "/stadi/free")
+    world.waiting(2)
+    assert free.waiting and held.ended_at is None
+    world.router.gate("chat").set()
+    whole_stream(held.answer(), 5)
+    assert free.answer().status == 200
+    picture(image.answer())
+    assert free.ended_at < world.journal("spawn")[0]["at"]
+
+
+def test_steer_free_waits_at_most_busy_wait_then_names_who_is_busy(world):
+    world.stadi("-busy-wait", "300ms")
+    held = world.held_image()
+    message = own_error(world.ask("POST", "/stadi/free").answer(), 503)
+    assert "sd" in message and "/v1/images/generations" in message, message
+    world.open_gate()
+    picture(held.answer())
+
+
+def test_steer_free_by_force_ends_a_render_at_once(world):
+    world.stadi()
+    held = world.held_image()
+    free = world.ask("POST", "/stadi/free?force=1").answer()
+    assert free.status == 200 and not world.card.sd_alive(), free
+    assert "freed by hand" in own_error(held.answer(), 503)
+    picture(world.image("again").answer())
+
+
+def test_steer_free_by_force_ends_a_stream_that_never_looks_complete(world):
+    world.stadi()
+    held = world.held_chat()
+    assert world.ask("POST", "/stadi/free?force=1").answer().status == 200
+    held.answer()
+    assert not held.whole and world.router.holds() == []
+    whole_stream(world.chat().answer())
+
+
+def test_steer_who_asks_to_free_and_leaves_frees_nothing(world):
+    world.stadi()
+    held = world.held_chat()
+    free = world.ask("POST", "/stadi/free")
+    world.waiting(1)
+    free.leave()
+    until(lambda: not world.status()["waiting"], "an empty queue")
+    world.router.gate("chat").set()
+    whole_stream(held.answer())
+    assert world.router.holds()
+
+
+def test_steer_load_makes_sd_ready_and_starts_its_idle_clock(world):
+    world.stadi("-idle", "400ms")
+    answer = world.ask("POST", "/stadi/load?engine=sd").answer()
+    assert answer.status == 200 and answer.json() == {"loaded": "sd"}, answer
+    assert len(world.journal("spawn")) == 1
+    world.no_child()                                # it was not used: the clock ran from when it was ready
+    assert own_error(world.ask("POST", "/stadi/load?engine=nix").answer(), 404)
+
+
+def test_steer_load_queues_as_an_image_does(world):
+    world.stadi()
+    held = world.held_chat()
+    load = world.ask("POST", "/stadi/load?engine=sd")
+    world.waiting(1, "image")
+    world.router.gate("chat").set()
+    whole_stream(held.answer())
+    assert load.answer().json() == {"loaded": "sd"} and world.status()["sd_child_up"]
+
+
+@pytest.mark.parametrize("path", ["/stadi/free", "/stadi/load?engine=sd", "/stadi/release"])
+def test_steer_is_guarded_and_asked_with_post_only(guarded, path):
+    for headers, host in (({"Origin": "https://evil.example"}, None), ({"Sec-Fetch-Site": "cross-site"}, None),
+                          ({}, "evil.example")):
+        assert guarded.ask("POST", path, {}, headers=headers, host=host).answer().status == 403
+    assert guarded.ask("GET", path).answer().status == 404          # the router's own: a GET steers nothing
+    assert not guarded.status()["holder"]
+
+
+def test_steer_what_is_in_the_way_is_named_with_its_mib(world):
+    folder = world.folder / "bin"
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text(textwrap.dedent(f"""\
+        #!{os.path.realpath(sys.executable)} -SE
+        import sys
+        used = int(open("{world.card.device}/mem_info_vram_used").read()) >> 20
+        if any(word.startswith("--query-compute-apps") for word in sys.argv):
+            print("00000000:03:00.0, {os.getpid()}, 4242")
+            print("00000000:07:00.0, 1, 9999")
+        else:
+            print("0, 00000000:03:00.0, %d, 16384" % used)
+        """))
+    (folder / "nvidia-smi").chmod(0o755)
+    (world.folder / "no-drm").mkdir()
+    one = world.stadi("-vram-wait", "600ms", env={"STADI_DRM_ROOT": str(world.folder / "no-drm"),
+                                                  "PATH": f"{folder}:{os.environ['PATH']}"})
+    picture(world.image().answer())
+    world.card.stuck = 16 * GIB
+    whole_stream(world.chat().answer())
+    way = world.status()["vram"]["in_the_way"]
+    assert [(row["pid"], row["mib"]) for row in way] == [(os.getpid(), 4242)] and way[0]["name"], way
+    assert "4242 MiB by" in one.log() and "4242 MiB by" in world.status()["handovers"][-1]["notes"][0]
+    world.card.stuck = 0
+    picture(world.image().answer())
+    world.at_rest()
+    until(lambda: whole_stream(world.chat().answer()) or not world.status()["vram"]["in_the_way"], "a free card")
+
+
+def test_steer_amdgpu_names_who_has_memory_from_the_kernels_fdinfo(monkeypatch):
+    stadi = stadi_module()
+    texts = {"41/fdinfo/5": "0000:03:00.0 7 2097152", "41/fdinfo/6": "0000:03:00.0 7 2097152",      # one client
+             "41/fdinfo/9": "0000:03:00.0 8 1024", "42/fdinfo/3": "0000:07:00.0 9 4096",            # another card
+             "43/fdinfo/3": "0000:03:00.0 10 0", "44/fdinfo/1": ""}
+    files = {path: "pos:\t0\ndrm-driver:\tamdgpu\ndrm-client-id:\t{1}\ndrm-pdev:\t{0}\ndrm-memory-vram:\t{2} KiB\n"
+             .format(*text.split()) if text else "pos:\t0\n" for path, text in texts.items()}
+    names = {"41/comm": b"llama-server\n"}
+    monkeypatch.setattr(stadi.glob, "glob", lambda pattern, root_dir: list(files))
+    monkeypatch.setattr(stadi, "proc", lambda path: files[path].encode() if path in files else names[path])
+    meter = stadi.Meter("amdgpu", None, users=functools.partial(stadi._amdgpu_users, "0000:03:00.0"))
+    assert meter.users() == [{"pid": 41, "name": "llama-server", "mib": 2049}]
+
+
+@pytest.mark.parametrize("path", ["/stadi/free", "/stadi/load?engine=sd"])
+def test_steer_a_button_and_a_request_in_the_same_millisecond_are_both_served(world, path):
+    world.stadi("-idle", "300ms")
+    for number in range(6):
+        asks = [world.ask("POST", path), world.image(f"number {number}"), world.ask("POST", path), world.chat()]
+        assert [ask.answer().status for ask in asks] == [200] * 4, asks
+    world.at_rest()
 
 
 # ----- load: a soak -------------------------------------------------------------------------------
