@@ -11919,6 +11919,9 @@ class PretendMeter:
     def sleep(self, seconds):
         self.now += seconds
 
+    def users(self):
+        return []
+
 
 def wait_back(level, before=8000, floor=None, verified=True, bound=30, cut=lambda: False, free_below=100):
     """(warning, seconds it took, the floor afterwards, times of the nudges); sizes in MiB."""
