@@ -13824,7 +13824,7 @@ def test_chaos_a_short_soak_of_fifty_clients_over_engines_that_die_and_hang(tmp_
         soak.settle()
         violations, blind = soak.judge()
         assert soak.problems == [], soak.problems[:5]
-        assert soak.kinds["200"] > 50, soak.kinds
+        assert soak.kinds["200"] > 20, soak.kinds
         assert [row for row in soak.errors if not chaos_explained(*row)] == [], soak.errors
         assert not violations or blind, violations
     finally:
