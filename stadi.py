@@ -821,14 +821,14 @@ class Card:
 
     def _drain(self, moving, engine):
         """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
-        end, pause = engine.busy_limit and self._clock() + engine.busy_limit, 0.05
-        while not (moving.cancelled.is_set() or moving.to and moving.to.hurries) and engine.busy():
+        limit, pause, began = moving.to and moving.to.drain_limit or engine.busy_limit, 0.05, self._clock()
+        while not moving.cancelled.is_set() and engine.busy():
             with self._lock:
                 moving.asked = engine
                 self._recount()
                 self._still_wanted(moving)
-            if end and self._clock() >= end:
-                note = f"{engine.name} was still busy after {engine.busy_limit:g}s; evicted anyway"
+            if limit and self._clock() >= began + limit:
+                note = f"{engine.name} was still busy after {limit:g}s; evicted anyway"
                 moving.notes.append(note)
                 return log.warning("%s", note)
             moving.cancelled.wait(pause)
@@ -1101,7 +1101,7 @@ class Child:
 # ----- Engines ----------------------------------------------------------------------------------------------
 CALL_SECONDS, HURRY_SECONDS, CALL_BYTES = 5.0, 1.0, 16 * MIB    # bounds on one call of stadi's own
 POLL_LAST, WARM_SECONDS, JOB_SECONDS, QUEUE_BYTES = 0.5, 600.0, 30.0, 64 * MIB   # ComfyUI is slow, its queue
-RESULT_SECONDS, RESULT_BYTES = 600.0, 256 * MIB     # of finished jobs of a child that may be gone
+FORCE_SECONDS, RESULT_SECONDS, RESULT_BYTES = 2.0, 600.0, 256 * MIB     # results: of a child that may be gone
 
 class Trouble(Exception):
     """An engine that could not be asked: why, what to do. answered: it is there, so no waiting mends it."""
@@ -1167,7 +1167,7 @@ class Engine:
     busy_limit = 0              # seconds to wait for work that only it knows of; 0: a waiter's limit ends it
     job_bound = 0               # seconds that one job may take; 0 none
     jobs = ()                   # paths whose work goes on after the answer, beside other such work
-    hurries = False             # does not wait for work that only the other engines know of
+    drain_limit = 0             # seconds that it waits for such work of the others; 0: by their busy_limit
     fresh = stoppable = False   # a new connection for each request; work that nobody wants can be ended
 
     def __init__(self, endpoint, bound=0):
@@ -1576,9 +1576,9 @@ class Nobody(Engine):
     """Who has the card for the moment when it is freed by hand: all others are evicted, and nothing loads."""
     name, kind = "nobody", "idle"
 
-    def __init__(self, hurries):
+    def __init__(self, drain_limit):
         super().__init__(None)
-        self.hurries = hurries
+        self.drain_limit = drain_limit
 
 def follow(card, hold):
     """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound. The clock
@@ -2615,7 +2615,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         card, force = self.world.card, "1" in query_values(query, "force")
         for hold in card.holds() if force else ():
             self._take_away(hold, "freed by hand")
-        self._visit(Nobody(force), "free", self.world.settings.busy_wait, ahead=True)
+        self._visit(Nobody(FORCE_SECONDS if force else 0), "free", self.world.settings.busy_wait, ahead=True)
         last = card.snapshot()["handovers"][-1:]
         return {"freed": True, "vram_used": self.world.eyes.vram.used(),
                 "notes": [note for row in last if row["to"] == "nobody" for note in row["notes"]]}

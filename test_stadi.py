@@ -10832,7 +10832,7 @@ class MadeUp:
 
     def __init__(self, machine, name, kind, stoppable=False, idle_after=None, busy_limit=0):
         self.machine, self.name, self.kind, self.stoppable = machine, name, kind, stoppable
-        self.idle_after, self.busy_limit, self.hurries = idle_after, busy_limit, False
+        self.idle_after, self.busy_limit, self.drain_limit = idle_after, busy_limit, 0
         self.loaded = self.excused = False      # excused: its eviction gave no proof
         self.alien_until = 0.0                              # works on something that stadi holds nothing for
 
@@ -11668,7 +11668,7 @@ class Crowd:
 
 
 class CrowdEngine:
-    hint, busy_limit, hurries = "", 0, False
+    hint, busy_limit, drain_limit = "", 0, 0
 
     def __init__(self, crowd, name, kind, stoppable=False, idle_after=None):
         self.crowd, self.name, self.kind = crowd, name, kind
@@ -13568,6 +13568,19 @@ def test_steer_free_by_force_ends_a_stream_that_never_looks_complete(world):
     held.answer()
     assert not held.whole and world.router.holds() == []
     whole_stream(world.chat().answer())
+
+
+def test_steer_free_by_force_waits_two_seconds_for_what_outlives_its_connection(world):
+    """An unload in the middle of a generation takes the real router ten seconds; its end, after the cut, none."""
+    world.forgiven = True                   # unloaded in the middle, as it must be in the end
+    world.stadi()
+    held = world.chat(headers={"X-Conversation-Id": "c1"}, x_gate="never").begun()
+    free = world.ask("POST", "/stadi/free?force=1")
+    until(lambda: held.ended_at, "the cut")
+    free.answer(30)
+    assert free.status == 200 and free.seconds < 15, free
+    notes = world.status()["handovers"][-1]["notes"]
+    assert notes == ["llama was still busy after 2s; evicted anyway"], notes
 
 
 def test_steer_who_asks_to_free_and_leaves_frees_nothing(world):
