@@ -10743,9 +10743,9 @@ WHAT_ENDS_A_WAIT = {"left": "Gone", "late": "Refused", "failed": "Refused", "clo
 class Caller(Actor):
     """One request; `state` is what the rules say of it: waiting, held, left, late, failed, closed, over."""
 
-    def __init__(self, machine, number, engine, limit, joins):
+    def __init__(self, machine, number, engine, limit, joins, ahead=False):
         super().__init__(machine)
-        self.number, self.engine, self.limit, self.joins = number, engine, limit, joins
+        self.number, self.engine, self.limit, self.joins, self.ahead = number, engine, limit, joins, ahead
         self.arrived, self.blocked, self.state, self.error = machine.now, 0.0, "waiting", None
         self.waiter = self.hold = self.leave = None
         self.back = self.unwanted = self.gone = False       # back: acquire() returned
@@ -10768,7 +10768,7 @@ class Caller(Actor):
 
     def start(self):
         card = self.machine.card
-        self.steps = acquire_in_steps()(card, self.engine, self, self.limit, self.joins, self.on_wait)
+        self.steps = acquire_in_steps()(card, self.engine, self, self.limit, self.joins, self.on_wait, self.ahead)
         self.attempt()
 
     def go_on(self):
@@ -11037,6 +11037,9 @@ class Machine:
 
     def next_one(self):
         """Rule 3, said again: who has a right to the card next."""
+        for caller in self.waiting:
+            if caller.ahead:                                # steered by hand
+                return caller
         images = [caller for caller in self.waiting if caller.engine.kind == "image"]
         if not images:
             return self.waiting[0] if self.waiting else None
@@ -11137,7 +11140,7 @@ class Machine:
         if caller.state != "waiting":
             raise Broken(f"{caller}, which is {caller.state}, is granted")
         for earlier in self.waiting[:self.waiting.index(caller)]:
-            if earlier.engine is caller.engine:
+            if earlier.engine is caller.engine and (earlier.ahead or not caller.ahead):
                 raise Broken(f"{caller} is granted before {earlier}, of the same engine")
         move, following = self.move, self.next_one()
         if move:
@@ -11263,8 +11266,8 @@ class Machine:
     def do_arrive(self):
         engine = self.engines[int(self.dice() * len(self.engines))]
         caller = Caller(self, len(self.schedule), engine, self.limits[engine],
-                        engine.kind == "image" and self.dice() < 0.4)
-        self.note(f"{caller} limit={caller.limit} joins={caller.joins}")
+                        engine.kind == "image" and self.dice() < 0.4, self.dice() < 0.08)
+        self.note(f"{caller} limit={caller.limit} joins={caller.joins} ahead={caller.ahead}")
         if self.closing:
             caller.state, caller.error = "closed", self.closing
         else:
