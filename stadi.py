@@ -52,7 +52,7 @@ def pids():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 def name_of(pid):
-    return proc(f"{pid}/comm").decode("utf-8", "replace").strip()
+    return re.sub(r"[^ -~]", "?", proc(f"{pid}/comm").decode("latin-1").strip())
 
 # ----- Settings ---------------------------------------------------------------------------------------------
 class Usage(Exception):
@@ -275,10 +275,14 @@ class Meter:
 
     def users(self):
         """Who has memory on the card, as far as can be told: [{pid, name, mib}], most first; eight."""
+        rows = []
+        if thread := start(self._look, rows):           # which may hang as a reading may
+            thread.join(BLIND)
+        return sorted(rows, key=lambda row: -row["mib"])[:8]
+
+    def _look(self, rows):
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            rows = [{"pid": pid, "name": name_of(pid), "mib": mib} for pid, mib in self._users() if mib]
-            return sorted(rows, key=lambda row: -row["mib"])[:8]
-        return []
+            rows += [{"pid": pid, "name": name_of(pid), "mib": mib} for pid, mib in self._users() if mib]
 
     def _attempt(self, got):
         try:
@@ -324,7 +328,7 @@ def _amdgpu_users(address):
 def _nvidia_users(address):
     query = "--query-compute-apps=gpu_bus_id,pid,used_memory"
     rows = [line.split(", ") for line in _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"])]
-    return [(int(pid), int(mib)) for bus, pid, mib in rows if bus == address and mib.isdigit()]
+    return [(int(pid), int(mib)) for bus, pid, mib in rows if bus == address and (pid + mib).isdigit()]
 
 def _nvidia_rows():
     query = "--query-gpu=index,pci.bus_id,memory.used,memory.total"
@@ -568,19 +572,24 @@ class Card:
             return self._has(engine)
 
     def release(self, hold):
-        """End a hold; one that was revoked has ended already."""
+        """End a hold; one that is being revoked ends when its work has been ended."""
         with self._lock:
-            if self._end(hold):
+            if not hold.revoked and self._end(hold):
                 self._advance()
 
-    def revoke(self, hold, why):
-        """Take a hold from its owner, who is told by `over` and on_revoke. True if it was still there."""
+    def revoke(self, hold, why, then=lambda: None):
+        """End a hold's work, then() what is left of it; only then the card goes on. False: it was gone."""
         with self._lock:
-            if not self._end(hold, why):
+            if hold.revoked or hold.id not in self._holds:
                 return False
-        hold.stop()
-        with self._lock:
-            self._advance()
+            hold.revoked = why
+        try:
+            hold.stop()
+            then()
+        finally:
+            with self._lock:
+                self._end(hold, why)
+                self._advance()
         return True
 
     def reconsider(self, hold):
@@ -684,11 +693,12 @@ class Card:
         """End a hold; False where it has ended already. revoked: why it is taken away."""
         if not self._holds.pop(hold.id, None):
             return False
-        hold.revoked, now = revoked, self._clock()
-        if hold.engine.kind == IMAGE:
-            self._seconds[hold.engine].append(now - hold.began)
+        engine, now = hold.engine, self._clock()
+        hold.revoked, self._idle_since = revoked, now       # the mover may look before _advance() does
+        if engine.kind == IMAGE and hold.began is not None:
+            self._seconds[engine].append(now - hold.began)
         self._recount()
-        self._tell("release", hold=hold.id, engine=hold.engine.name, held=now - hold.since, revoked=revoked)
+        self._tell("release", hold=hold.id, engine=engine.name, held=now - hold.since, revoked=revoked)
         return True
 
     def _next(self):
@@ -716,9 +726,10 @@ class Card:
     def _still_wanted(self, moving):
         """Rule 5: a hand-over outlives its requester unless the next in line is for another engine."""
         waiter, requester = self._next(), moving.requester
-        if (not moving.to and moving.phase == "vram" and waiter and not waiter.engine.stoppable
-                and [waiter.engine] == moving.evict):
-            moving.cancelled.set()          # its process lives, its memory is its own: nothing to wait for
+        if waiter and (waiter.ahead and moving.to not in (None, waiter.engine)    # who waits for it, waits on
+                       or not moving.to and moving.phase == "vram" and not waiter.engine.stoppable
+                       and [waiter.engine] == moving.evict):    # its process lives, its memory is its own
+            moving.cancelled.set()
         if not requester or requester in self._waiters:
             return
         if waiter and waiter.engine is moving.to:
@@ -753,7 +764,8 @@ class Card:
         if left is not None and left <= 0:
             self._handover = Handover(None, "idle", None, [self._owner], self._clock())
         moving = None if self.closed else self._handover
-        if not moving or not all(hold.unwanted and hold.engine is not moving.to for hold in in_way):
+        if not moving or not all(
+                hold.unwanted and not hold.revoked and hold.engine is not moving.to for hold in in_way):
             return None
         moving.running = True
         if self._owner is moving.to:        # it waited for its own engine's jobs: no drain
@@ -1055,7 +1067,7 @@ class Child:
         if os.path.getsize(self.log_file) > LOG_BYTES:
             with open(self.log_file, "rb") as now, open(self.log_file + ".1", "wb") as older:
                 now.seek(-LOG_BYTES, os.SEEK_END)
-                shutil.copyfileobj(now, older)
+                older.write(now.read(LOG_BYTES))        # not to its end: the child goes on writing
             os.truncate(self.log_file, 0)
             self._log_start = 0
 
@@ -1536,7 +1548,7 @@ class Comfy(Engine):
     def evicted(self):
         self._vram = "freed"
     def ready(self, cancelled):
-        self._vram, self._vram_was = "used", self._vram
+        self._vram, self._vram_was, self._patience = "used", self._vram, CALL_SECONDS
     def job_of(self, path, status, body):
         if 400 <= status < 500:                         # nothing was queued
             self._vram = self._vram_was
@@ -1575,10 +1587,6 @@ class Comfy(Engine):
 class Nobody(Engine):
     """Who has the card for the moment when it is freed by hand: all others are evicted, and nothing loads."""
     name, kind = "nobody", "idle"
-
-    def __init__(self, drain_limit):
-        super().__init__(None)
-        self.drain_limit = drain_limit
 
 def follow(card, hold):
     """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound. The clock
@@ -1648,9 +1656,6 @@ OLLAMA_TABLE = passing_table(
     "ollama", r"/api/(?:generate|chat|embed|embeddings)|/v1/(?:(?:chat/)?completions|embeddings|responses"
     r"|messages|audio/transcriptions|images/generations|images/edits)", ((READS, r"/metrics", OWN, ""),))
 
-def comfy_table(gates):
-    """Every route of ComfyUI exists twice, the second time under /api."""
-    return passing_table("comfy", f"(?:/api)?(?:{'|'.join(map(re.escape, ('/prompt', *gates)))})")
 def decoded(text):
     """Percent-decoding as the engines' HTTP library does it: %XX, and %uXXXX."""
     return re.sub("%u([0-9A-Fa-f]{4})|%([0-9A-Fa-f]{2})", lambda code: chr(int(code[1] or code[2], 16)), text)
@@ -2108,13 +2113,11 @@ class Upstream(http.client.HTTPConnection):
     def fits(self, method):
         """Whether, kept, it may carry this: the engine may close it, no POST is resent; so only if young."""
         young = time.monotonic() - self.idle_since < REUSE_SECONDS
-        if not (young or method in READS):
-            return False
-        # Connected both ways, without an unread byte? ready() would tell as well, but give the interpreter's
-        # lock away, which costs a busy stadi a thread switch for each request.
-        state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        queued = self.sock.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 4)
-        return state == TCP_ESTABLISHED and queued == bytes(4)
+        # Connected both ways, no byte unread? ready() would tell, by a thread switch. Old kernels don't know.
+        with contextlib.suppress(OSError):
+            state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            queued = self.sock.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 4)
+            return (young or method in READS) and state == TCP_ESTABLISHED and queued == bytes(4)
 
     abort = abort               # wakes whoever waits on it, from any thread
 
@@ -2605,32 +2608,32 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 for hold in (found if wanted else found[:1]) if self._take_away(hold, "released by hand")]}
 
     def _take_away(self, hold, why):
-        if taken := self.world.card.revoke(hold, why):
-            log.warning("%s: %s (%s)", why, hold.what, hold.job or "no job")
-            hold.engine.give_up(hold.job)
-        return taken
+        log.warning("%s: %s (%s)", why, hold.what, hold.job or "no job")
+        return self.world.card.revoke(hold, why, lambda: hold.engine.give_up(hold.job))
 
     def _free(self, query):
         """Everything off the card, before all who wait; force=1: also what runs."""
         card, force = self.world.card, "1" in query_values(query, "force")
-        for hold in card.holds() if force else ():
-            self._take_away(hold, "freed by hand")
-        self._visit(Nobody(FORCE_SECONDS if force else 0), "free", self.world.settings.busy_wait, ahead=True)
-        last = card.snapshot()["handovers"][-1:]
-        return {"freed": True, "vram_used": self.world.eyes.vram.used(),
-                "notes": [note for row in last if row["to"] == "nobody" for note in row["notes"]]}
+        def on_wait(leave):
+            self.client.on_leave(leave)
+            for hold in card.holds() if force else ():      # only now: nobody else is let in any more
+                with contextlib.suppress(Refused):
+                    self._take_away(hold, "freed by hand")
+        nobody, limit = Nobody(None), self.world.settings.busy_wait
+        nobody.drain_limit = FORCE_SECONDS if force else 0
+        card.release(card.acquire(nobody, "POST /stadi/free", limit, False, on_wait, True))
+        return {"freed": True, "vram_used": self.world.eyes.vram.used()}
 
     def _load(self, query):
         """Make an engine ready, in its turn; it may idle from then on."""
         settings, name = self.world.settings, (query_values(query, "engine") or ["sd"])[0]
         if not (engine := self.world.engines.get(name)):
             raise Refused(404, f"there is no engine {name!r} behind this stadi", "not_found_error")
-        self._visit(engine, "load", settings.image_wait if engine.kind == IMAGE else settings.busy_wait)
+        limit = settings.image_wait if engine.kind == IMAGE else settings.busy_wait
+        hold = self.world.card.acquire(engine, "POST /stadi/load", limit, False, self.client.on_leave)
+        hold.began = None               # no job: it tells nothing of how long they take
+        self.world.card.release(hold)
         return {"loaded": name}
-
-    def _visit(self, engine, what, limit, ahead=False):
-        card = self.world.card
-        card.release(card.acquire(engine, f"POST /stadi/{what}", limit, False, self.client.on_leave, ahead))
 
     def _pass(self, request, route, engine, hold=None, spool=None):
         return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool or Spool())
@@ -2796,8 +2799,6 @@ def router_findings(settings):
         loaded = [name for name, status in models.items() if status == "loaded"]
         if loaded and router.slots(loaded[0])[0] == 501:
             yield "warning", "the router has no /slots (--no-slots): what outlives its client is not seen"
-        else:
-            yield "ok", "the router has /slots" if loaded else "/slots shows only while a model is loaded"
     except Trouble as error:
         yield ("error" if error.answered else "warning"), f"{at} (-llm): {error}"
 
@@ -2823,12 +2824,13 @@ def listen(world):
     settings, servers = world.settings, []
     limits = {LLM: settings.busy_wait, IMAGE: settings.image_wait}
     gates = tuple(f"{prefix}{path}" for prefix in ("", "/api") for path in ("/prompt", *settings.comfy_gate))
+    comfy = passing_table("comfy", "|".join(map(re.escape, gates)))     # each of its routes exists twice
     for flag, endpoint, front in (
             ("listen", settings.listen, Front("llama/sd", Table(LLAMA_SD, True), True, limits)),
             ("listen-ollama", settings.ollama and settings.listen_ollama,
              Front("ollama", Table(OLLAMA_TABLE, False), False, {LLM: settings.llm_wait_timeout})),
             ("listen-comfy", settings.comfy and settings.listen_comfy,
-             Front("comfy", Table(comfy_table(settings.comfy_gate), False), False, limits, gates))):
+             Front("comfy", Table(comfy, False), False, limits, gates))):
         try:
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
@@ -2843,8 +2845,6 @@ def serve(settings, environ):
         end_orphans(settings.sd.port)
         for text in sd_warnings(settings):
             log.warning("%s", text)
-        if inodes := listeners(settings.sd.port):
-            log.warning("%s (-sd) is held by %s: no picture until it ends", settings.sd, who_listens(inodes))
     servers = listen(world)
     # a signal may go to any thread, and a main thread in a lock never learns of it: that one writes here
     signals, wake = socket.socketpair()

@@ -10944,6 +10944,7 @@ class Machine:
         self.waiting, self.holds = [], {}                   # in order of arrival; id -> Caller
         self.held, self.spent = [], []                      # whose thread lives; who had a hold
         self.owner = self.move = self.closing = self.closer = self.releasing = self.chosen = None
+        self.ending = []                                    # whose work is being ended by hand
         self.busy_at = self.changed_at = 0.0
         self.jobs = collections.defaultdict(list)
         self.calm = False                                   # no more faults
@@ -11073,14 +11074,15 @@ class Machine:
         move = self.move
         if not move or move.cancel or self.closing:
             return
-        if not move.requester:
-            following = self.next_one()
+        following = self.next_one()
+        if following and following.ahead and move.to and following.engine is not move.to:
+            move.cancel = True                              # steered by hand: not even a load comes before
+        elif not move.requester:
             if not move.to and move.phase == "vram" and following and not following.engine.stoppable:
                 move.cancel = [following.engine] == move.evict
         elif move.requester.state == "waiting":
             return
         else:
-            following = self.next_one()
             if following and following.engine is move.to:
                 move.requester = following
             elif following or move.asked:
@@ -11159,7 +11161,7 @@ class Machine:
             raise Broken(f"hold {fields['hold']} is released twice, or never was")
         if fields["revoked"]:
             caller.revoked = True
-        if caller is not self.releasing:                    # of the mover's own accord
+        if caller is not self.releasing and caller not in self.ending:      # of the mover's own accord
             if not (caller.unwanted and fields["revoked"] and self.waiting) or caller.told:
                 raise Broken(f"{caller} lost its hold for nothing")
             if self.next_one().engine is caller.engine and not self.window:
@@ -11342,14 +11344,15 @@ class Machine:
             caller.state = "over"
             self.held.remove(caller)
             self.spent.append(caller)
-            self.releasing, told = caller, caller.told
+            self.ending.append(caller)
+            told = caller.told
             self.window += 1
             if not self.card.revoke(caller.hold, "by hand"):
                 raise Broken(f"{caller} had no hold")
             if caller.told != told + 1 or not caller.hold.revoked or caller.hold.over and not caller.hold.over.is_set():
                 raise Broken(f"{caller} was not told that its hold is gone")
             self.window -= 1
-            self.releasing = None
+            self.ending.remove(caller)
             self.seen_busy()                                # its work has ended only now
             self.judge()
 
@@ -13592,6 +13595,116 @@ def test_steer_free_by_force_waits_two_seconds_for_what_outlives_its_connection(
     assert free.status == 200 and free.seconds < 15, free
     notes = world.status()["handovers"][-1]["notes"]
     assert notes == ["llama was still busy after 2s; evicted anyway"], notes
+
+
+def test_steer_free_by_force_comes_before_a_chat_that_waits_for_the_render(world):
+    world.stadi()
+    held = world.held_image()
+    chat = world.chat(x_gate="later")
+    world.waiting(1, "llm")
+    free = world.ask("POST", "/stadi/free?force=1").answer()
+    assert free.status == 200 and chat.status is None, (free, chat)
+    assert "freed by hand" in own_error(held.answer(), 503)
+    world.router.gate("later").set()
+    whole_stream(chat.answer())
+
+
+@pytest.mark.parametrize("force", ["", "?force=1"])
+def test_steer_free_comes_before_a_load_that_an_image_waits_for(world, force):
+    world.control(load_seconds=3)
+    world.stadi()
+    image = world.image()
+    until(lambda: world.journal("spawn"), "the load")
+    free = world.ask("POST", "/stadi/free" + force).answer()
+    assert free.status == 200 and image.waiting and free.seconds < 3, free
+    world.control()
+    picture(image.answer())
+
+
+def test_steer_free_by_force_comes_through_though_clients_ask_again_at_once(world):
+    world.stadi()
+    over = threading.Event()
+
+    def again():
+        while not over.is_set():
+            world.chat(x_events=200, x_pause=0.05).answer()
+    crowd = [threading.Thread(target=again, daemon=True) for _ in range(12)]
+    for each in crowd:
+        each.start()
+    until(lambda: world.status()["in_flight"]["llm"] > 6, "a crowd")
+    free = world.ask("POST", "/stadi/free?force=1").answer()
+    over.set()
+    assert free.status == 200, free
+    for ask in world.asks:
+        ask.leave()
+    for each in crowd:
+        each.join(DEADLINE)
+
+
+def test_steer_a_release_by_hand_ends_the_childs_work_before_the_next_render_is_let_in(world):
+    world.stadi("-llm", "off")
+    for number in range(5):
+        held = world.held_image(f"stuck {number}", name=f"gate {number}")
+        image = world.image(f"next {number}")
+        world.waiting(1)
+        assert len(world.ask("POST", "/stadi/release").answer().json()["released"]) == 1
+        own_error(held.answer(), 503)
+        picture(image.answer(), f"next {number}")
+
+
+def test_steer_loads_tell_nothing_of_how_long_jobs_take():
+    """Rule 3 (a) would let an image before a chat in a hurry if such jobs were that short."""
+    class Painter:
+        kind, name, idle_after = "image", "painter", None
+    painter = Painter()
+    card = stadi_module().Card([painter], None)
+    for began in (None, 0.0, None):
+        hold = card._grant(card._waiter(painter, "load"))
+        hold.began = began
+        card.release(hold)
+    assert len(card._seconds[painter]) == 1 and card._job_seconds(painter) > 1
+
+
+def test_steer_a_look_at_who_has_the_memory_that_hangs_holds_nobody_up_for_ever():
+    module, over = stadi_module(), threading.Event()
+    meter = module.Meter("hung", None, users=lambda: over.wait(60) and ())
+    before, module.BLIND = module.BLIND, 0.2
+    try:
+        began = time.monotonic()
+        assert meter.users() == [] and time.monotonic() - began < 30
+    finally:
+        module.BLIND = before
+        over.set()
+
+
+def test_steer_a_strangers_name_steers_no_terminal(monkeypatch):
+    module = stadi_module()
+    monkeypatch.setattr(module, "proc", lambda path: b"a\x1b[2J\nok  all\xff\n")
+    assert module.name_of(1) == "a?[2J?ok  all?"
+
+
+def test_wire_a_kept_connection_is_used_again_where_the_kernel_tells_nothing_of_its_queue(world, tmp_path):
+    text = STADI.read_text()
+    assert text.count("SO_MEMINFO, TCP_ESTABLISHED = 55,") == 1
+    old = tmp_path / "old.py"
+    old.write_text(text.replace("SO_MEMINFO, TCP_ESTABLISHED = 55,", "SO_MEMINFO, TCP_ESTABLISHED = 255,"))
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-S", str(old), "-listen", f"127.0.0.1:{port}", "-llm", world.router.url,
+                           "-sd", "off", "-gpu", "none"], stderr=subprocess.DEVNULL) as process:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)
+            until(lambda: not connection.connect() if _listens(port) else False, "the old kernel's stadi")
+            for _ in range(3):
+                connection.request("GET", "/v1/models")
+                answer = connection.getresponse()
+                assert answer.status == 200 and answer.read()
+        finally:
+            process.kill()
+
+
+def _listens(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_steer_who_asks_to_free_and_leaves_frees_nothing(world):
