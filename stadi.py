@@ -981,9 +981,9 @@ def end_orphans(port):
         end_kin(groups, token)
 
 def listening_sockets():
-    """{inode: port} of the TCP sockets that listen on this machine."""
-    rows = [line.split() for line in (proc("net/tcp") + proc("net/tcp6")).decode().splitlines()]
-    return {row[9]: int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    """{inode: port} of the TCP sockets that listen on this machine; it may have thousands of others."""
+    rows = re.findall(rb":(\w{4}) \S+ 0A (?:\S+ +){5}(\d+) ", proc("net/tcp") + proc("net/tcp6"))
+    return {inode.decode(): int(port, 16) for port, inode in rows}
 def listeners(port):
     return {inode for inode, other in listening_sockets().items() if other == port}
 
