@@ -73,7 +73,6 @@ class Endpoint(NamedTuple):
 def is_ip(text):
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(text))
-    return False
 
 def matching(pattern, message, convert=str):
     """A reader of texts that match; message says what to write instead."""
@@ -2863,6 +2862,7 @@ def serve(settings, environ):
     world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), settings.grace)
     if sd and not sd.close():
         log.error("sd-server (pid %d) does not end", sd.child.pid)
+    time.sleep(0.05)                        # who was refused by the end gets to read it
     return 0
 
 def force(signals, sd):

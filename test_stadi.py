@@ -13273,6 +13273,18 @@ def test_chaos_on_term_streams_get_up_to_grace_to_end_and_new_requests_a_503(cha
     assert time.monotonic() - began < 5             # and not the whole of -grace
 
 
+def test_chaos_on_term_who_waits_reads_why_though_there_is_no_child_to_stop(chaos):
+    for _ in range(5):
+        one = chaos.stadi()
+        held = chaos.held_chat("chat")
+        image = chaos.image()
+        chaos.waiting(1)
+        one.process.send_signal(signal.SIGTERM)
+        assert "ending" in own_error(image.answer(), 503)
+        held.answer()
+        assert one.process.wait(DEADLINE) == 0
+
+
 def test_chaos_on_term_a_render_may_end_within_grace_and_then_the_child_is_killed(chaos):
     one = chaos.stadi("-grace", "15s")
     held = chaos.held_image()
