@@ -13954,9 +13954,13 @@ class ChaosSoak:
         log, words = self.world.stadis[0].log(), "went on|evicted anyway"
         violations, unexplained = self.world.card.violations, []
         for text in violations:
-            found = re.match(r"sd-server (\d+) was started", text)
-            there = log.partition(f"sd-server started: pid {found[1]},")[0].rpartition(" hand-over ")[2] if found else log
-            if not re.search(words, there):             # in the same hand-over
+            child, taker = re.match(r"sd-server (\d+) was started", text), re.match(r"(\w+) took VRAM", text)
+            there = log
+            if child:                                   # what was said in the hand-over that started it
+                there = log.partition(f"sd-server started: pid {child[1]},")[0].rpartition(" hand-over ")[2]
+            elif taker:                                 # or noted in one to that engine
+                there = "".join(re.findall(rf'(?m) hand-over .*to="{taker[1]}".*', log))
+            if not re.search(words, there):
                 unexplained.append(text)
         return violations, len(re.findall(words, log)), unexplained
 
