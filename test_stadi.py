@@ -12294,7 +12294,7 @@ def test_a_child_that_outlives_kill_refuses_everyone_until_it_is_gone(card_room,
         def ready(self, cancelled):
             self.loads += 1
 
-    chatty, vram = Chatty(stadi.Endpoint("127.0.0.1", 1)), stadi.Vram(stadi.Meter("none", None), 1, 1)
+    chatty, vram = Chatty(stadi.Endpoint("127.0.0.1", 1)), stadi.Vram(stadi.Meter("none", lambda: None), 1, 1)
     card = stadi.Card([sd, chatty], vram)
     threading.Thread(target=card.run, daemon=True).start()
     for engine in (chatty, sd, chatty):
