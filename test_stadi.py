@@ -8,7 +8,7 @@
 
 In the order of the file: the harness; the core (the stand-in card, router and sd-server, and issue by issue what the
 llama/sd front promises); the turnstile (Ollama, ComfyUI); the wire (bytes over raw sockets, and a fuzz); the lock
-(the Card alone); chaos (kills, faults, restarts, a soak); the bench.
+(the Card alone); chaos (kills, faults, restarts, steering by hand, a soak); the bench.
 """
 import atexit
 import base64
