@@ -1094,7 +1094,7 @@ class Child:
         if elsewhere and not inodes:
             raise SpawnError(f"it listens on {elsewhere[0]}; write --listen-port {self.port} into -sd-args")
         own = set().union(*map(sockets_of, kin({self.pid}, self._token))) if inodes else set()
-        if inodes - own and not self.gone.is_set():
+        if inodes - own and life(self.pid) and not self.gone.is_set():      # not of one that has just died
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
         return bool(inodes & own)
 

@@ -13959,7 +13959,8 @@ class ChaosSoak:
             if child:                                   # what was said in the hand-over that started it
                 there = log.partition(f"sd-server started: pid {child[1]},")[0].rpartition(" hand-over ")[2]
             elif taker:                                 # or noted in one to that engine
-                there = "".join(re.findall(rf'(?m) hand-over .*to="{taker[1]}".*', log))
+                to = {"tiny": "llama", "other": "llama"}.get(taker[1], taker[1])       # the router's models
+                there = "".join(re.findall(rf'(?m) hand-over .*to="{to}".*', log))
             if not re.search(words, there):
                 unexplained.append(text)
         return violations, len(re.findall(words, log)), unexplained
