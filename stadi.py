@@ -50,7 +50,6 @@ def proc(path):
 
 def pids():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
 def name_of(pid):
     return re.sub(r"[^ -~]", "?", proc(f"{pid}/comm").decode("latin-1").strip())
 
@@ -260,6 +259,8 @@ class Meter:
 
     def read(self, seconds=BLIND):
         """A fresh Reading, or None after at most this many seconds; then .error says why."""
+        if self.source == "none":
+            return None
         with self._lock:
             if not (self._thread and self._thread.is_alive()):
                 self._got, self._began = [], time.monotonic()
@@ -324,15 +325,16 @@ def _amdgpu_users(address):
             clients[int(path.partition("/")[0])][fields.get("client-id")] = int(fields["memory-vram"]) >> 10
     return [(pid, sum(sizes.values())) for pid, sizes in clients.items()]
 
+def _nvidia_smi(query):
+    rows = _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    return [[part.strip() for part in row.split(",")] for row in rows]
+
 def _nvidia_users(address):
-    query = "--query-compute-apps=gpu_bus_id,pid,used_memory"
-    rows = [line.split(", ") for line in _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"])]
+    rows = _nvidia_smi("--query-compute-apps=gpu_bus_id,pid,used_memory")
     return [(int(pid), int(mib)) for bus, pid, mib in rows if bus == address and (pid + mib).isdigit()]
 
 def _nvidia_rows():
-    query = "--query-gpu=index,pci.bus_id,memory.used,memory.total"
-    for line in _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"]):
-        index, address, used, total = (part.strip() for part in line.split(","))
+    for index, address, used, total in _nvidia_smi("--query-gpu=index,pci.bus_id,memory.used,memory.total"):
         yield index, address, Reading(int(used) * MIB, int(total) * MIB)
 
 def _nvidia(address):
@@ -462,9 +464,8 @@ class Hold:
     revoked = ""                # why it was taken away
 
     def __init__(self, number, engine, what, arrived, limit, joins, blocked, ahead=False):
-        self.ahead = ahead          # goes before all others
         self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
-        self.joins, self.blocked = joins, blocked   # blocked: the Card's blocked seconds when it came
+        self.joins, self.ahead, self.blocked = joins, ahead, blocked    # blocked: the Card's, when it came
         self.over = threading.Event() if engine.kind == IMAGE else None     # set then: its follower stops
         self.on_revoke = lambda: None               # ends the work
 
@@ -495,9 +496,8 @@ class Handover:
         self.asked = self.before = self.after = None    # asked: is busy with work outside of any hold; bytes
 
 def choose(waiters, now, job_seconds):
-    """Who is next of waiters, in order of arrival: who goes ahead of all; (a) LLM requests that would reach
-    their limit before an image job could end (job_seconds(engine), or None), never past one before them; (b)
-    images; (c) LLM."""
+    """Who is next of waiters, by arrival: who goes ahead; (a) LLM requests that would pass their limit before
+    an image job could end (job_seconds(engine), or None), never past one before them; (b) images; (c) LLM."""
     if ahead := next((waiter for waiter in waiters if waiter.ahead), None):
         return ahead
     image = next((waiter for waiter in waiters if waiter.engine.kind == IMAGE), None)
@@ -983,8 +983,8 @@ def listening_sockets():
     """{inode: port} of the TCP sockets that listen on this machine; it may have thousands of others."""
     rows = re.findall(rb":(\w{4}) \S+ 0A (?:\S+ +){5}(\d+) ", proc("net/tcp") + proc("net/tcp6"))
     return {inode.decode(): int(port, 16) for port, inode in rows}
-def listeners(port):
-    return {inode for inode, other in listening_sockets().items() if other == port}
+def listeners(port, sockets=None):      # sockets: where they have been looked at already
+    return {inode for inode, other in (sockets or listening_sockets()).items() if other == port}
 
 def sockets_of(pid):
     """Inodes of a process's sockets; empty when it may not be looked at."""
@@ -1089,7 +1089,7 @@ class Child:
     def listening(self):
         """Whether it listens on its port. Raises SpawnError if a stranger does too, or it does elsewhere."""
         sockets = listening_sockets()
-        inodes = {inode for inode, port in sockets.items() if port == self.port}
+        inodes = listeners(self.port, sockets)
         elsewhere = [sockets[inode] for inode in sockets_of(self.pid) if inode in sockets]
         if elsewhere and not inodes:
             raise SpawnError(f"it listens on {elsewhere[0]}; write --listen-port {self.port} into -sd-args")

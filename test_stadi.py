@@ -2923,12 +2923,16 @@ def test_a_command_of_the_users_may_read_the_vram(world):
     whole_stream(world.chat().answer())
 
 
-def test_nvidia_smi_reads_the_vram_where_there_is_no_amdgpu(world):
+def nvidia_smi(world, apps=()):
+    """The environment of a machine with an nvidia-smi and no amdgpu; apps: what it says of who uses the card."""
     folder = world.folder / "bin"
     folder.mkdir()
     (folder / "nvidia-smi").write_text(textwrap.dedent(f"""\
         #!{os.path.realpath(sys.executable)} -SE
         import sys
+        if any(a.startswith("--query-compute-apps") for a in sys.argv):
+            print(*{list(apps)!r}, sep="\\n")
+            sys.exit()
         query = [a for a in sys.argv if a.startswith("--query-gpu")][0].partition("=")[2].split(",")
         noheader = any("noheader" in a for a in sys.argv)
         nounits = any("nounits" in a for a in sys.argv)
@@ -2942,8 +2946,11 @@ def test_nvidia_smi_reads_the_vram_where_there_is_no_amdgpu(world):
         """))
     (folder / "nvidia-smi").chmod(0o755)
     (world.folder / "no-drm").mkdir()
-    world.stadi(env={"STADI_DRM_ROOT": str(world.folder / "no-drm"),
-                     "PATH": f"{folder}:{os.environ['PATH']}"})
+    return {"STADI_DRM_ROOT": str(world.folder / "no-drm"), "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_nvidia_smi_reads_the_vram_where_there_is_no_amdgpu(world):
+    world.stadi(env=nvidia_smi(world))
     status = world.status()
     assert status["vram"]["used"] == world.card.used() // MIB * MIB
     assert "nvidia-smi" in status["vram"]["source"]
@@ -13704,18 +13711,13 @@ def test_wire_a_kept_connection_is_used_again_where_the_kernel_tells_nothing_of_
                            "-sd", "off", "-gpu", "none"], stderr=subprocess.DEVNULL) as process:
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)
-            until(lambda: not connection.connect() if _listens(port) else False, "the old kernel's stadi")
+            until(lambda: not connection.connect() if listens(port) else False, "the old kernel's stadi")
             for _ in range(3):
                 connection.request("GET", "/v1/models")
                 answer = connection.getresponse()
                 assert answer.status == 200 and answer.read()
         finally:
             process.kill()
-
-
-def _listens(port):
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_steer_who_asks_to_free_and_leaves_frees_nothing(world):
@@ -13759,22 +13761,8 @@ def test_steer_is_guarded_and_asked_with_post_only(guarded, path):
 
 
 def test_steer_what_is_in_the_way_is_named_with_its_mib(world):
-    folder = world.folder / "bin"
-    folder.mkdir()
-    (folder / "nvidia-smi").write_text(textwrap.dedent(f"""\
-        #!{os.path.realpath(sys.executable)} -SE
-        import sys
-        used = int(open("{world.card.device}/mem_info_vram_used").read()) >> 20
-        if any(word.startswith("--query-compute-apps") for word in sys.argv):
-            print("00000000:03:00.0, {os.getpid()}, 4242")
-            print("00000000:07:00.0, 1, 9999")
-        else:
-            print("0, 00000000:03:00.0, %d, 16384" % used)
-        """))
-    (folder / "nvidia-smi").chmod(0o755)
-    (world.folder / "no-drm").mkdir()
-    one = world.stadi("-vram-wait", "600ms", env={"STADI_DRM_ROOT": str(world.folder / "no-drm"),
-                                                  "PATH": f"{folder}:{os.environ['PATH']}"})
+    apps = [f"00000000:03:00.0, {os.getpid()}, 4242", "00000000:07:00.0, 1, 9999"]
+    one = world.stadi("-vram-wait", "600ms", env=nvidia_smi(world, apps))
     picture(world.image().answer())
     world.card.stuck = 16 * GIB
     whole_stream(world.chat().answer())
