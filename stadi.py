@@ -170,22 +170,37 @@ SETTINGS = {flag: Setting(flag, default, read, text, *variable or ["STADI_" + fl
     ("warm-model", "", str, "a model that Ollama loads again whenever the card is idle", "WARM_MODEL"),
     ("comfy-keep", "0", duration, "how long ComfyUI keeps its models; 0 frees after every job", "COMFY_KEEP"),
     ("comfy-gate", "", paths, "more POST paths of ComfyUI that need the card, comma-separated", "COMFY_GATE"),
+    ("at", "", lambda text: engine_url(text or "off"), "the stadi to ask; else the first front that is on"),
+    ("wait", "0", duration, "run: how long to wait for the card; 0 without end"),
+    ("max", "0", duration, "run: how long the command may have the card, then it is ended; 0 no end"),
     ("log-level", "info", one_of("debug", "info", "warning", "error"), "debug to error", "LOG_LEVEL"),
     ("log-format", "text", one_of("text", "json"), "text or json", "LOG_FORMAT"),
 )}
-SWITCHES = {"check": "look at the world with these settings, say what to do, and exit, writing nothing",
+SWITCHES = {"json": "status: as JSON", "watch": "status: again at every change, until Ctrl-C",
+            "force": "free: at once, ending what runs",
+            "check": "look at the world with these settings, say what to do, and exit, writing nothing",
             "version": "print the version and exit", "h": "print this help and exit"}
+COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual ports",
+            "status": "who has the card, who waits, what the last hand-overs took",
+            "free": "end what is loaded and give the memory back, before all who wait",
+            "load": "make an engine ready: load sd", "release": "take the card from a stuck job: release ID",
+            "run": "borrow the card for a command: run -- COMMAND ..."}
 TURNSTILE = {"listen": "off", "listen-ollama": ":11434", "listen-comfy": ":8188"}     # that word's defaults
 
 def read_flags(argv):
-    """({flag: text}, defaults, switches). Flags are Go's: -x v, -x=v, --x v, --x=v; any word is a value."""
-    given, defaults, switches, words = {}, {}, set(), collections.deque(argv)
+    """(command, its words, {flag: text}, switches). Flags are Go's: -x v, -x=v, --x v, --x=v; any word is a
+    value. A command's words: what stands behind -- of run; the engine to load, the id to release."""
+    command, rest, given, switches, words = "", [], {}, set(), collections.deque(argv)
     while words:
         word = words.popleft()
+        if command == "run" and word == "--":
+            return command, list(words), given, switches
         found = re.fullmatch(r"--?([a-z][a-z-]*)(?:=(.*))?", word, re.DOTALL)
         flag = found and {"help": "h"}.get(found[1], found[1])
-        if word == "turnstile":
-            defaults = TURNSTILE
+        if word in COMMANDS and not command:
+            command = word
+        elif not found and command in ("load", "release") and not rest:
+            rest = [word]
         elif flag in SWITCHES and found[2] is None:
             switches.add(flag)
         elif flag not in SETTINGS:
@@ -195,12 +210,14 @@ def read_flags(argv):
             raise Usage(f"{SETTINGS[flag]} needs a value")
         else:
             given[flag] = words.popleft() if found[2] is None else found[2]
-    return given, defaults, switches
+    return command, rest, given, switches
 
 def read_settings(argv, environ):
     """All settings as a namespace: from flags, then environment, then default. Raises Usage."""
-    given, defaults, switches = read_flags(argv)
-    values = types.SimpleNamespace(**{name: name in switches for name in SWITCHES})
+    command, rest, given, switches = read_flags(argv)
+    defaults = TURNSTILE if command == "turnstile" else {}
+    values = types.SimpleNamespace(command=command, rest=rest,
+                                   **{name: name in switches for name in SWITCHES})
     for flag, setting in SETTINGS.items():
         variable = "" if defaults and flag == "listen" else setting.variable
         text = given.get(flag) or environ.get(variable) or defaults.get(flag, setting.default)
@@ -236,7 +253,7 @@ def complete(values, environ):
     values.sd_log_dir = os.path.abspath(values.sd_log_dir or os.path.join(cache, "stadi"))
 
 def usage():
-    rows = [("turnstile", "stand in front of Ollama and ComfyUI on their usual ports")]
+    rows = list(COMMANDS.items())
     for flag, default, _, text, variable in SETTINGS.values():
         rows.append((f"-{flag} {default}".rstrip() + (f"   [{variable}]" if variable else ""), text))
     rows += [(f"-{name}", text) for name, text in SWITCHES.items()]
@@ -459,6 +476,7 @@ class Hold:
     """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
     turn = error = None         # turn: the Condition that it waits on, once it has to; error: its refusal
     since = began = None        # since when it is had; when it, or the hand-over for it, began
+    ask_end = None              # (why): has its work end by itself before the card is given on
     job = None                  # the asynchronous job that keeps it after the answer
     unwanted = False            # nobody waits for its work: it may be ended for the next
     revoked = ""                # why it was taken away
@@ -868,6 +886,7 @@ class Card:
                 self._owner = moving.to if moving.to and moving.to.kind in (LLM, IMAGE) else None
             if changed or refused:
                 self._record(moving, error)
+            self._tell("owner", engine=self._owner and self._owner.name)
             if refused:
                 self._refuse([w for w in self._waiters if error.everyone or w.engine is moving.to], error)
             elif error is None and moving.to:
@@ -901,6 +920,11 @@ class Card:
         self._ledger.append(row)
         self._tell("handover", **row)
 
+    def _usual(self, moving):
+        """Seconds that this phase took in the middle one of such hand-overs of this run, or None."""
+        return median([row[f"{moving.phase}_ms"] / 1000 for row in self._ledger
+                       if row["to"] == (moving.to and moving.name) and not row["error"]])
+
     def holds(self):
         with self._lock:
             return list(self._holds.values())
@@ -924,7 +948,8 @@ class Card:
                              "waited_s": now - waiter.arrived, "limit_s": waiter.limit or None}
                             for waiter in self._waiters],
                 "handover": moving and {"to": moving.to and moving.name, "phase": moving.phase,
-                                        "phase_s": now - moving.phase_since, "why": moving.why},
+                                        "phase_s": now - moving.phase_since, "why": moving.why,
+                                        "usual_s": self._usual(moving)},
                 "resident": dict(self._residents), "idle_left_s": None if left is None else max(0.0, left),
                 "handovers": list(self._ledger)}
 
@@ -1074,15 +1099,19 @@ class Child:
         code = self._process.returncode
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
-    def last_words(self):
-        """The lines of its log that say why it ended: those with an error in them, then the last ones."""
+    def log_tail(self):
+        """The last lines of this life's log, of a progress bar only its last state."""
         text, size = "", 64 * 1024
         with contextlib.suppress(OSError), open(self.log_file, "rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start if self._log_start <= end else 0, end - size))
             text = file.read(size).decode("utf-8", "replace")
         rows = map(str.strip, text.split("\n"))
-        lines = [row.rpartition("\r")[2] for row in rows if row]       # of a progress bar only its last state
+        return [row.rpartition("\r")[2] for row in rows if row]
+
+    def last_words(self):
+        """The lines of its log that say why it ended: those with an error in them, then the last ones."""
+        lines = self.log_tail()
         errors = [line for line in lines[:-4] if re.search("error|fail", line, re.IGNORECASE)]
         return "; ".join(errors[:2] + lines[-4:]) or "its log is empty"
 
@@ -1587,6 +1616,21 @@ class Nobody(Engine):
     """Who has the card for the moment when it is freed by hand: all others are evicted, and nothing loads."""
     name, kind = "nobody", "idle"
 
+class Lease(Engine):
+    """A command that stadi.py run lends the card to: it has memory until the VRAM is seen to be back."""
+    name, kind, title, idle_after = "lease", IMAGE, "a command", 0.001
+    hint = "; if that command asked for this, it waits for itself: point it at the engine's own address"
+    _there = False
+
+    def resident(self):
+        return self._there
+    def ready(self, cancelled):
+        self._there = True
+    def evict(self):
+        return Eviction(True, True)             # it ended, or there would be a hold
+    def evicted(self):
+        self._there = False
+
 def follow(card, hold):
     """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound. The clock
     runs from the moment the job is seen to run; while it is queued behind others, theirs runs."""
@@ -1631,9 +1675,10 @@ Route = collections.namedtuple("Route", "kind engine path")     # engine: name, 
 READS = ("GET", "HEAD")
 PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
 
+OWN_PATHS = r"/status|/healthz|/gpu-turnstile/release|/stadi(?:/(?:events|free|load|lease|release))?"
+
 def first_rows(engine):
-    return ((("OPTIONS",), r".*", PASS, engine), (None, r"/status|/healthz", OWN, ""),
-            (("POST",), r"/gpu-turnstile/release|/stadi/(?:release|free|load)", OWN, ""))
+    return ((("OPTIONS",), r".*", PASS, engine), (None, OWN_PATHS, OWN, ""))
 
 LLAMA_SD = (        # methods (None: all), path, class (two: without, with a model in the query), engine
     *first_rows("llama"),
@@ -2307,6 +2352,8 @@ def tunnel(client, engine, first=b""):
             reset_at_close(sock)
 
 # ----- Eyes -------------------------------------------------------------------------------------------------
+NOT_PRINTED = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+"    # what steers a terminal
+
 class LogFormat(logging.Formatter):
     """One line a record, whatever stands in it: text, or JSON."""
     default_time_format, default_msec_format, as_json = "%Y-%m-%dT%H:%M:%S", "%s.%03d", False
@@ -2319,7 +2366,7 @@ class LogFormat(logging.Formatter):
             return json.dumps({"time": at, "level": record.levelname, "msg": message, **fields})
         words = "".join(f" {key}={json.dumps(value)}" for key, value in fields.items())
         line = f"{at} {record.levelname:7} {message}{words}"            # without what steers a terminal
-        return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+", " ", line)
+        return re.sub(NOT_PRINTED, " ", line)
 
 class Histogram:
     """Counts by upper bound in seconds, as Prometheus wants them: cumulative when shown."""
@@ -2345,9 +2392,18 @@ class Eyes:
         self.started, self._lock = time.monotonic(), threading.Lock()
         self._requests, self._moves, self._jobs = collections.Counter(), collections.Counter(), 0
         self._spans = collections.defaultdict(Histogram)                # (name, labels) -> Histogram
+        self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
+        self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used)
+        self.readers = set()                            # Events to set when something has changed
 
     def tell(self, event, **fields):
         """Told by the card, under its lock, at every transition."""
+        if event in ("phase", "owner"):
+            who = "→" if event == "phase" else fields["engine"] or ""
+            if not self._owners or self._owners[-1][1] != who:
+                self._owners.append((time.time(), who))
+        for reader in tuple(self.readers):
+            reader.set()
         if event == "grant":
             self._jobs += fields["kind"] == IMAGE
             labels = f'{{kind="{fields["kind"]}"}}'
@@ -2382,6 +2438,25 @@ class Eyes:
             "sd_child_up": bool(sd and sd.up), "sd": sd and sd.describe(),
             "engines": {name: engine.describe() for name, engine in self.engines.items()},
             "given_up": list(getattr(self.engines.get("comfy"), "given_up", ()))}
+
+    def sample(self):
+        """The life of a thread: the VRAM's level, for the picture of the last hour."""
+        while self.vram.meter.source != "none":
+            if reading := self.vram.meter.read():
+                self._levels.append((time.time(), reading.used))
+            time.sleep(SAMPLE_SECONDS if self.vram.meter.every < 0.1 else 4 * SAMPLE_SECONDS)
+
+    def picture(self):
+        """The status, with what the page draws besides."""
+        status, sd, since = self.status(), self.engines.get("sd"), time.time() - 3600
+        if status["vram"]["used"] is not None:
+            self._levels.append((time.time(), status["vram"]["used"]))
+        if status["sd"]:
+            status["sd"]["log_tail"] = sd.child.log_tail()[-12:] if sd.child else []
+        rows = list(self._owners)
+        return {**status, "history": {
+            "owners": [row for row, later in zip(rows, [*rows[1:], (since + 1, "")]) if later[0] > since],
+            "vram": [row for row in list(self._levels) if row[0] > since]}}
 
     def health(self):
         card = self.card.snapshot()
@@ -2418,6 +2493,140 @@ class Eyes:
             for (span, labels), histogram in list(self._spans.items()):
                 lines += histogram.lines(name, labels) if span == name else ()
         return "\n".join(lines) + "\n"
+
+# ----- Page -------------------------------------------------------------------------------------------------
+# What GET /stadi shows: all in one, nothing from elsewhere. It shows what /stadi/events says as text, never as
+# markup.
+EVENT_PAUSE, EVENT_SECONDS, LEASE_SECONDS, SAMPLE_SECONDS = 0.2, 5.0, 15.0, 15.0
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+PAGE_HEAD = ("Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+             " connect-src 'self'; frame-ancestors 'none'\r\nCache-Control: no-store\r\n")
+PAGE = r"""<!doctype html><html lang="en"><meta charset="utf-8"><title>stadi</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 16%, Canvas); --hue: var(--line);
+  --soft: color-mix(in srgb, CanvasText 70%, Canvas); background: color-mix(in srgb, CanvasText 5%, Canvas) }
+[data-engine=llama] { --hue: #3b82f6 } [data-engine=sd] { --hue: #d9622b } [data-engine=comfy] {
+  --hue: #a855f7 } [data-engine=ollama] { --hue: #0d9488 } [data-engine=lease] { --hue: #db4a8b }
+[data-engine="→"] { --hue: CanvasText } body { margin: auto; padding: 1rem; max-width: 70rem;
+  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere } main { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)) } section, dialog, #banner {
+  grid-column: 1 / -1; min-width: 0; background: Canvas; border: 1px solid var(--line); border-radius: 12px;
+  padding: 1.25rem } .half { grid-column: auto } #state { border-left: .6rem solid var(--hue) } h1, h2 {
+  font-size: 1rem; margin: 0 0 .5rem } p, ul { margin: .5rem 0; padding: 0 } small, th { color: var(--soft) }
+#headline { font-size: clamp(1.75rem, 1rem + 3vw, 2.75rem); line-height: 1.15 } li { display: flex;
+  flex-wrap: wrap; gap: .5rem 1rem; align-items: center } b { flex: 1 9rem } button { font: inherit;
+  padding: .4rem 1rem; border: 1px solid var(--soft); border-radius: .5rem; background: Canvas } #banner {
+  position: sticky; top: .5rem } #wrong, #banner { color: light-dark(#b3261e, #ff9a8f) } :focus-visible {
+  outline: 3px solid #3b82f6 } [hidden], p:empty, table:has(tbody:empty) { display: none } .scroll, ul {
+  overflow: auto; max-height: 22rem } #bar { height: 1.5rem; border-radius: .4rem;
+  background: linear-gradient(90deg, #0000 var(--floor), CanvasText 0 calc(var(--floor) + 3px), #0000 0),
+  linear-gradient(90deg, #3b82f6 var(--used), var(--line) 0) } progress, svg, table { width: 100%;
+  accent-color: var(--hue) } .key { display: inline-block; margin-right: 1.25rem } .key::before {
+  content: "■ "; color: var(--hue) } svg { height: 8rem } rect { fill: var(--hue) } line {
+  stroke-dasharray: 3 } line, polyline { fill: none; stroke: CanvasText; vector-effect: non-scaling-stroke }
+#axis { display: flex; justify-content: space-between } #handovers :last-child { min-width: 15em }
+pre, table { font-size: .85rem } table { border-collapse: collapse; overflow-wrap: normal } td, th {
+  text-align: left; padding: .4rem 1rem .4rem 0; border-top: 1px solid var(--line); vertical-align: top }
+</style><header><h1>stadi <small id="version"></small></h1><p id="banner" role="alert"></p></header><main>
+<section id="state"><div aria-live="polite"><h2 id="headline">…</h2><p id="phase"></p></div><p id="since"></p>
+  <progress id="done" aria-label="Progress" hidden></progress><ul id="holds"></ul>
+  <button data-do="free" title="Every server gives its memory back. What runs goes on.">Free the card</button>
+  <button data-do="load?engine=sd" id="load" title="Other models are unloaded, sd starts.">Load sd</button>
+  <p id="result" role="status"></p></section><section id="wrong" hidden><h2>Something is wrong</h2>
+  <ul id="trouble"></ul></section><section class="half"><h2>Memory of the card</h2><div id="bar"></div>
+  <p id="memory"></p><p id="resident"></p></section><section class="half"><h2>Queue</h2><p id="nobody"></p>
+  <div class="scroll" tabindex="0" role="group" aria-label="Queue"><table><tr><th>Kind<th>What<th>Waited
+  <th>Limit<tbody id="waiting"></table></div></section><section><h2>The last hour</h2>
+  <svg id="hour" role="img" viewBox="0 0 3600 99" preserveAspectRatio="none"></svg>
+  <small id="axis"><i>−60 min</i><i>−45</i><i>−30</i><i>−15</i><i>now</i></small><p id="legend"></p></section>
+<section><h2>Hand-overs</h2><div class="scroll" tabindex="0" role="group" aria-label="Hand-overs"><table><tr>
+  <th>When<th>From → to<th>Drain, ms<th>Evict, ms<th>VRAM, ms<th>Start, ms<th>Why, and what went wrong
+  <tbody id="handovers"></table></div></section><section><h2>Log of sd-server</h2>
+  <pre class="scroll" id="log" tabindex="0" role="group" aria-label="Log"></pre></section></main>
+<dialog id="ask" aria-labelledby="title" aria-describedby="effect"><form method="dialog"><h2 id="title"></h2>
+  <p id="effect"></p><button>Cancel</button> <button id="yes"></button></form></dialog><script>
+const $ = id => document.getElementById(id), drawn = {}, PHASES = {drain: "Waiting until what runs has ended",
+  evict: "The memory is being given back", vram: "Waiting until the memory is really free", start: "Loading"};
+function make(tag, attributes, ...children) {    // hostile text only ever becomes a text node
+  const node = document.createElementNS($(/rect|line/.test(tag) ? "hour" : "ask").namespaceURI, tag);
+  for (const key in attributes) node.setAttribute(key, attributes[key]);
+  return node.append(...children), node;
+}
+function draw(id, data, nodes) {                 // only what changed, running times aside
+  const key = JSON.stringify(data, (field, value) => field.endsWith("_s") ? undefined : value);
+  if (drawn[id] !== (drawn[id] = key)) $(id).replaceChildren(...nodes);
+}
+const tell = texts => Object.keys(texts).forEach(id => draw(id, texts[id], [texts[id]]));
+const rows = list => list.map(cells => make("tr", {}, ...cells.map(cell => make("td", {}, cell))));
+const keys = list => list.map(([engine, text]) => make("span", {class: "key", "data-engine": engine}, text));
+const named = engine => engine === "→" ? "hand-over" : engine === "lease" ? "a command" : engine || "nobody";
+const gib = bytes => bytes == null ? "?" : `${(bytes / 2 ** 30).toFixed(1)} GiB`;
+const span = s => s < 60 ? `${Math.floor(s)} s` : `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`;
+const clock = s => s == null ? "" : make("span", {"data-at": Date.now() - s * 1000}, span(Math.abs(s)));
+function show({holder, handover, sd, vram, engines, waiting, resident, handovers, history, ...rest}) {
+  const to = handover ? handover.to : holder?.engine, log = sd?.log_tail?.join(String.fromCharCode(10)) ?? "";
+  const verb = handover ? to ? "goes to" : "gets free" : to ? "is with" : "is free", left = rest.idle_left_s;
+  const [, at, all, speed] = rest.sd_child_up && /([0-9]+)[/]([0-9]+) - (.*)$/.exec(log) || [];
+  const since = handover ? handover.phase_s : holder ? holder.since_s : left == null ? null : -left;
+  tell({headline: `The card ${verb} ${to ? named(to) : ""}`, nobody: waiting[0] ? "" : "Nobody waits.", log,
+    phase: handover ? `${PHASES[handover.phase]} (${handover.why})` : "", version: rest.version,
+    memory: `${gib(vram.used)} of ${gib(vram.total)} used; ${gib(vram.floor)} (the mark) without a model.`});
+  $("since").replaceChildren(since == null ? "Unused." : since < 0 ? "sd ends in " : "For ", clock(since),
+    handover?.usual_s ? `, usually ${span(handover.usual_s)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
+  draw("holds", holder, (holder?.holds ?? []).map(({id, engine, kind, what, since_s, job, unwanted}) =>
+    make("li", {}, make("b", {}, what), engine + (job ? `, job ${job}` : "") + (unwanted ? ", unwanted" : ""),
+      clock(since_s), kind === "llm" ? "" : make("button", {"data-do": `release?id=${encodeURIComponent(id)}`,
+      title: "The job loses the card to the next in line. Its result may be lost."}, "Release"))));
+  const wrong = [vram.error && `Memory: ${vram.error}`, ...rest.given_up.map(id => `Given up: ${id}`),
+    ...Object.keys(engines).map(key => engines[key].error && `${key}: ${engines[key].error}`),
+    ...vram.in_the_way.map(({pid, name, mib}) => `In the way: ${name} (process ${pid}), ${mib} MiB`)];
+  draw("trouble", wrong, wrong.filter(Boolean).map(text => make("li", {}, text)));
+  $("state").dataset.engine = to ?? "", $("done").value = Math.min(1, at / all) || 0;
+  [$("wrong").hidden, $("load").hidden, $("done").hidden] = [!wrong.some(Boolean), !engines.sd, !all];
+  ["used", "floor"].forEach(at => $("bar").style.setProperty(`--${at}`, `${100 * vram[at] / vram.total}%`));
+  draw("resident", resident, keys(Object.entries(resident).map(([engine, is]) =>
+    [engine, `${engine}: ${is == null ? "cannot be asked" : is ? "loaded" : "not loaded"}`])));
+  draw("waiting", waiting, rows(waiting.map(({kind, engine, what, waited_s, limit_s}) =>
+    [kind, `${what} (${named(engine)})`, clock(waited_s), limit_s == null ? "none" : span(limit_s)])));
+  draw("handovers", handovers, rows(handovers.toReversed().map(({at, from, to, why, error, notes, ...ms}) =>
+    [new Date(at * 1000).toLocaleTimeString(), `${named(from)} → ${named(to)}`, ...[ms.drain_ms, ms.evict_ms,
+      ms.vram_ms, ms.start_ms].map(Math.round), [why, error, ...notes].filter(Boolean).join("; ")])));
+  const start = Date.now() / 1000 - 3600, y = used => 99 - 65 * used / (vram.total ?? 2 ** 36), spent = {};
+  const band = history.owners.map(([at, who], index, {[index + 1]: next}) => {
+    const x = Math.max(0, at - start), width = Math.max(0, (next ? next[0] - start : 3600) - x);
+    spent[who] = (spent[who] ?? 0) + width;
+    return make("rect", {"data-engine": who, x, width: width + 3, height: 25});
+  });
+  draw("legend", spent, keys(Object.keys(spent).map(who => [who, `${named(who)} ${span(spent[who])} `])));
+  $("hour").ariaLabel = `Who had it: ${$("legend").textContent}; below, the memory used`;
+  $("hour").replaceChildren(...band, make("line", {x2: 3600, y1: y(vram.floor), y2: y(vram.floor)}),
+    make("polyline", {points: history.vram.map(([at, used]) => `${at - start},${y(used)}`).join(" ")}));
+}
+function ask(path, title, effect) {
+  tell({title: `${title}?`, effect, yes: title}), $("ask").showModal();
+  $("yes").onclick = async () => {
+    tell({result: "Asking stadi…"});
+    const reply = await fetch(`/stadi/${path}`, {method: "POST"}).catch(Response.error);
+    const {freed, loaded, error} = await reply.json().catch(() => ({error: "no answer"}));
+    const came = error ? error.message ?? error : freed ? "it is free" : loaded ? "it is loaded" : "done";
+    tell({result: `${title}: ${came}`});
+    if (path === "free" && reply.status === 503) ask("free?force=1", title, `${came} Now? What runs is cut.`);
+  };
+}
+document.onclick = ({target: at}) => at.dataset.do && ask(at.dataset.do, at.textContent, at.title);
+let stream, heard = Date.now();
+function everySecond() {
+  const open = stream?.readyState === EventSource.OPEN, silent = Date.now() - heard;
+  if (open && silent > 15000) stream.close();           // stadi speaks every 5 s: this stream is dead
+  if (!stream || stream.readyState === EventSource.CLOSED) stream = new EventSource("/stadi/events");
+  stream.onmessage = ({data}) => { heard = Date.now(); show(JSON.parse(data)); };
+  if (open) for (const node of document.querySelectorAll("[data-at]"))
+    node.textContent = span(Math.abs(Date.now() - node.dataset.at) / 1000);
+  tell({banner: open || silent < 1500 ? "" : "No connection to stadi, trying again. Below is the past."});
+}
+everySecond(), setInterval(everySecond, 1000);
+</script>
+"""
 
 # ----- Front ------------------------------------------------------------------------------------------------
 OWN_NAMES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")     # no stranger can own these
@@ -2587,16 +2796,71 @@ class Handler(http.server.BaseHTTPRequestHandler):
                                " (STADI_ALLOW_ORIGIN) to their origin", "forbidden")
 
     def _own(self, request, route):
-        eyes, path = self.world.eyes, route.path
-        if request.method == "POST" and path not in ("/status", "/healthz", "/metrics"):
-            collections.deque(body_blocks(self.client, request), 0)         # read it; it says nothing
-            action = {"free": self._free, "load": self._load}.get(path.rpartition("/")[2], self._release)
-            return self._answer(request, 200, action(request.target.partition("?")[2]))
+        """stadi's own routes, by path: how it is asked, and who answers."""
+        eyes, path, query = self.world.eyes, route.path, request.target.partition("?")[2]
+        shown = {"/status": eyes.status, "/healthz": eyes.health, "/metrics": eyes.metrics,
+                 "/stadi": lambda: PAGE, "/stadi/events": None}
+        if path not in shown:
+            if request.method != "POST":
+                raise Refused(405, f"{path} is asked with POST", "invalid_request_error")
+            body, action = self._read(request), path.rpartition("/")[2]
+            if action == "lease":
+                return self._lease(parsed(body))
+            return self._answer(request, 200, {"free": self._free, "load": self._load}.get(
+                action, self._release)(query))
         if request.method not in READS:
             raise Refused(405, f"{path} is read with GET", "invalid_request_error")
-        if path == "/metrics":
-            return self._answer(request, 200, eyes.metrics(), kind="text/plain; version=0.0.4; charset=utf-8")
-        return self._answer(request, 200, eyes.health() if path == "/healthz" else eyes.status())
+        if path == "/stadi/events":
+            return self._events(request)
+        more, kind = {"/metrics": ("", "text/plain; version=0.0.4; charset=utf-8"),
+                      "/stadi": (PAGE_HEAD, "text/html; charset=utf-8")}.get(path, ("", "application/json"))
+        return self._answer(request, 200, shown[path](), more, kind)
+
+    def _events(self, request):
+        """Server-sent events: the status at every change. A reader holds nothing, and blocks only itself."""
+        news, readers = threading.Event(), self.world.eyes.readers
+        self.client.on_leave(news.set)
+        readers.add(news)
+        try:
+            self.client.send(STREAM_HEAD % b"text/event-stream")
+            while request.method != "HEAD" and not (self.client.left or self.world.card.closed):
+                news.clear()
+                self.client.send(f"data: {json.dumps(self.world.eyes.picture())}\n\n".encode())
+                time.sleep(EVENT_PAUSE)
+                news.wait(EVENT_SECONDS)
+        finally:
+            readers.discard(news)
+            self.client.on_leave()
+        return False
+
+    def _read(self, request):
+        """The bytes of a small body. Raises BadMessage."""
+        body = b""
+        for block in body_blocks(self.client, request):
+            body += block
+            if len(body) > SMALL:
+                raise BadMessage("this body is too large", 413)
+        return body
+
+    def _lease(self, wanted):
+        """The card for a command, until the last process that has this connection has closed it."""
+        card, over, wait = self.world.card, threading.Event(), member(wanted, "wait")
+        hold = card.acquire(self.world.lease, str(member(wanted, "command"))[:500],
+                            wait if isinstance(wait, (int, float)) and 0 < wait < 1e9 else 0,
+                            False, self.client.on_leave, member(wanted, "again") is True)
+        def ask_end(why):
+            with contextlib.suppress(Gone):
+                self.client.send(json.dumps({"end": why}).encode() + b"\n")
+            start(lambda: over.wait(LEASE_SECONDS) or card.revoke(hold, f"{why}, and its command did not end"))
+        try:
+            self.client.send(STREAM_HEAD % b"application/x-ndjson")
+            hold.on_revoke, hold.ask_end = over.set, ask_end
+            self.client.on_leave(over.set)
+            over.wait()
+        finally:
+            card.release(hold)
+            over.set()
+        return False
 
     def _release(self, query):
         """Let go of a stuck hold: the one that id names (its number, or its job), else the oldest image's."""
@@ -2607,7 +2871,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 for hold in (found if wanted else found[:1]) if self._take_away(hold, "released by hand")]}
 
     def _take_away(self, hold, why):
+        """By hand. A lease has its command ended first, by who runs it; others lose the card at once."""
         log.warning("%s: %s (%s)", why, hold.what, hold.job or "no job")
+        if hold.ask_end:
+            hold.ask_end(why)
+            return True
         return self.world.card.revoke(hold, why, lambda: hold.engine.give_up(hold.job))
 
     def _free(self, query):
@@ -2720,6 +2988,157 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.world.eyes.count(self.front.name, self.route_kind, exchange.status)
         return exchange.keep and not self.world.card.closed
 
+# ----- Commands ---------------------------------------------------------------------------------------------
+# What a person at a terminal has beside the page: they ask a running stadi, as any client does. `run` lends the
+# card to a command by one open request whose connection the command inherits: the kernel tells stadi when the
+# last process that has it is gone, however it went, and whatever became of `run`.
+
+ASKED = {"status": ("GET", "/status", ""), "free": ("POST", "/stadi/free", ""),
+         "load": ("POST", "/stadi/load", "engine"), "release": ("POST", "/stadi/release", "id")}
+COMMAND_SECONDS, AGAIN_SECONDS = 86400.0, 0.5       # for an answer, which may wait its turn; between two tries
+
+def view(status):
+    """The status in a human's words, line by line."""
+    vram, moving, holds = status["vram"], status["handover"], (status["holder"] or {}).get("holds", ())
+    yield f"stadi {status['version']}, up {status['uptime_s'] / 3600:.1f} h"
+    if moving:
+        usual = f", usually {moving['usual_s']:.1f}s" if moving["usual_s"] is not None else ""
+        yield (f"card      on its way to {moving['to'] or 'nobody'}: {moving['phase']} for"
+               f" {moving['phase_s']:.1f}s{usual} ({moving['why']})")
+    for hold in holds:
+        yield f"card      {hold['engine']} for {hold['since_s']:.0f}s: {hold['what']} (id {hold['id']})"
+    if not (moving or holds):
+        left = status["idle_left_s"]
+        yield "card      nobody asks for it" + (f"; freed in {left:.0f}s" if left is not None else "")
+    if vram["used"] is not None:
+        total = f" of {vram['total'] / GIB:.1f}" if vram["total"] else ""
+        yield f"memory    {vram['used'] / GIB:.1f}{total} GiB used"
+    for row in vram["in_the_way"]:
+        yield f"in way    {row['mib']} MiB: {row['name']} (pid {row['pid']})"
+    for row in status["waiting"]:
+        limit = f" of {row['limit_s']:.0f}s" if row["limit_s"] else ""
+        yield f"waiting   {row['engine']}: {row['what']}, {row['waited_s']:.0f}s{limit}"
+    for row in status["handovers"][-5:]:
+        phases = ", ".join(f"{phase} {row[f'{phase}_ms']}" for phase in ("drain", "evict", "vram", "start"))
+        yield (f"{time.strftime('%H:%M:%S', time.localtime(row['at']))}  {row['from'] or 'nobody'} to"
+               f" {row['to'] or 'nobody'}: {phases} ms {row['error'] or ''}")
+    for name, engine in status["engines"].items():
+        if engine["error"]:
+            yield f"trouble   {name}: {engine['error']}"
+
+def show(lines):
+    print("\n".join(re.sub(NOT_PRINTED, " ", line) for line in lines), flush=True)
+
+def stadi_at(settings):
+    """The Endpoint of the stadi that is asked: -at, or the first front that is on."""
+    found = settings.at or settings.listen or settings.listen_ollama or settings.listen_comfy
+    if not found:
+        raise Usage(f"{SETTINGS['at']}: no front is on; say where stadi is")
+    return found if found.host not in ("", "0.0.0.0", "::") else Endpoint("127.0.0.1", found.port)
+
+def opened(at, method, path, body=None):
+    """The answer to a request that stays open. Raises Trouble with stadi's own words where it is refused."""
+    connection = http.client.HTTPConnection(at.host, at.port)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return answer
+        error = member(parsed(answer.read(SMALL)), "error")
+        raise Trouble(str(member(error, "message") or error or f"status {answer.status}"), answered=True)
+    except ConnectionRefusedError:
+        raise Trouble(f"no stadi answers at http://{at}; is it running? -at names another") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Trouble(f"http://{at}{path}: {error or type(error).__name__}") from None
+
+def ask(settings):
+    """The commands status, free, load and release. Raises Trouble."""
+    at, (method, path, key) = stadi_at(settings), ASKED[settings.command]
+    if settings.watch:
+        for line in opened(at, "GET", "/stadi/events"):
+            if line.startswith(b"data: "):
+                print(end="\x1b[H\x1b[2J")
+                show(view(json.loads(line[6:])))
+        raise Trouble("stadi has ended")
+    query = urllib.parse.urlencode({**({key: settings.rest[0]} if settings.rest else {}),
+                                    **({"force": 1} if settings.force else {})})
+    answer = parsed(opened(at, method, f"{path}?{query}").read())
+    if settings.command == "status" and not settings.json:
+        return show(view(answer))
+    show([json.dumps(answer)])
+
+class Loan:
+    """A command that runs with the card. Its exit code is that of `run`."""
+    def __init__(self, settings):
+        self.at, self.words, self.most = stadi_at(settings), settings.rest, settings.max
+        self._wait = settings.wait
+        self._ended = False             # told to end: nothing of its group may stay
+
+    def run(self):
+        """Returns its exit code, as a shell has it. Raises Trouble, Usage."""
+        if not self.words or not shutil.which(self.words[0]):
+            raise Usage(f"run: {self.words[0]!r} is no program that can be run" if self.words else
+                        "run: which command? stadi.py run -- COMMAND ...")
+        lease = self._lease()
+        try:
+            self._process = subprocess.Popen(self.words, pass_fds=[lease.fileno()], process_group=0)
+        except OSError as error:
+            raise Trouble(f"{self.words[0]} cannot be run: {_why_not(self.words[0], error)}") from None
+        start(self._keep, lease)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._signal(number))
+        if self.most:
+            start(lambda: (time.sleep(self.most), self._end(f"it has had the card for {self.most:g}s (-max)")))
+        self._foreground(self._process.pid)
+        while os.WIFSTOPPED(status := os.waitpid(self._process.pid, os.WUNTRACED)[1]):
+            if os.WSTOPSIG(status) == signal.SIGTSTP or not self._foreground(self._process.pid):
+                self._foreground(os.getpgrp())          # Ctrl-Z, or the terminal is another's: stop as it did
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._foreground(self._process.pid)
+            self._signal(signal.SIGCONT)
+        self._foreground(os.getpgrp())
+        if self._ended:
+            self._signal(signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+    def _lease(self, again=False):
+        wanted = {"command": shlex.join(self.words), "wait": 0 if again else self._wait, "again": again}
+        return opened(self.at, "POST", "/stadi/lease", json.dumps(wanted))
+
+    def _keep(self, lease):
+        """A thread's life: end the command when stadi says so; if stadi ends, take the lease again."""
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                for line in lease:
+                    if why := member(parsed(line), "end"):
+                        return self._end(why)
+            time.sleep(AGAIN_SECONDS)
+            with contextlib.suppress(Trouble):
+                lease = self._lease(again=True)
+
+    def _end(self, why):
+        """TERM, and KILL ten seconds later."""
+        print(f"stadi: ending the command: {why}", file=sys.stderr)
+        self._ended = True
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self._signal(number)
+        time.sleep(10)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _foreground(self, group):
+        """The terminal's keys and input go to this process group, if there is a terminal and it is ours."""
+        with contextlib.suppress(OSError):
+            if os.isatty(0) and os.tcgetpgrp(0) in (os.getpgrp(), self._process.pid):
+                signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+                os.tcsetpgrp(0, group)
+                return True
+        return False
+
 # ----- main -------------------------------------------------------------------------------------------------
 MODEL_FLAGS = ("-m --model --diffusion-model --high-noise-diffusion-model --llm --llm_vision --clip_l"
                " --clip_g --clip_vision --t5xxl --vae --tae --taesd --control-net").split()
@@ -2812,11 +3231,13 @@ def build(settings, environ):
     engines, eyes = {engine.name: engine for engine in (llama, sd, ollama, comfy) if engine}, Eyes()
     meter = find_meter(settings, environ, comfy and comfy.reading)
     vram = Vram(meter, settings.free_gib, settings.vram_wait)
-    card = Card(engines.values(), vram, tell=eyes.tell)
+    lease = Lease(None)
+    card = Card([*engines.values(), lease], vram, tell=eyes.tell)
     eyes.card, eyes.vram, eyes.engines = card, vram, engines
     if settings.warm_model and ollama:
         card.warm = ollama, lambda hold: ollama.warm(card, hold, settings.warm_model)
-    return types.SimpleNamespace(settings=settings, engines=engines, card=card, eyes=eyes, watcher=Watcher())
+    return types.SimpleNamespace(settings=settings, engines=engines, lease=lease, card=card, eyes=eyes,
+                                 watcher=Watcher())
 
 def listen(world):
     """The servers of all fronts that are on. Raises Usage where a port is taken."""
@@ -2851,12 +3272,14 @@ def serve(settings, environ):
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    for target in (world.card.run, world.watcher.run, *(engine.probe for engine in world.engines.values())):
+    probes = [engine.probe for engine in world.engines.values()]
+    for target in (world.card.run, world.watcher.run, world.eyes.sample, *probes):
         start(target)
     for server in servers:
         start(server.serve_forever)
-        log.info("stadi %s answers on http://%s for %s; VRAM by %s", VERSION,
-                 Endpoint(*server.server_address[:2]), server.front.name, world.eyes.vram.meter.source)
+        at = Endpoint(*server.server_address[:2])
+        log.info("stadi %s answers on http://%s for %s; VRAM by %s; its page: http://%s/stadi", VERSION, at,
+                 server.front.name, world.eyes.vram.meter.source, at)
     log.info("ending: %s", signal.Signals(signals.recv(1)[0]).name)
     start(force, signals, sd)
     world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), settings.grace)
@@ -2878,6 +3301,8 @@ def main(argv, environ):
         if settings.h or settings.version:
             print(usage() if settings.h else f"stadi {VERSION}", flush=True)
             return 0
+        if settings.command not in ("", "turnstile"):
+            return Loan(settings).run() if settings.command == "run" else ask(settings) or 0
         complete(settings, environ)
         if settings.check:
             found = list(findings(settings, environ))
@@ -2894,6 +3319,11 @@ def main(argv, environ):
     except Usage as error:
         print(f"stadi: {error}", file=sys.stderr)
         return 2
+    except Trouble as error:
+        print(f"stadi: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 if __name__ == "__main__":
     code = main(sys.argv[1:], os.environ)

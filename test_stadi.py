@@ -13756,7 +13756,7 @@ def test_steer_is_guarded_and_asked_with_post_only(guarded, path):
     for headers, host in (({"Origin": "https://evil.example"}, None), ({"Sec-Fetch-Site": "cross-site"}, None),
                           ({}, "evil.example")):
         assert guarded.ask("POST", path, {}, headers=headers, host=host).answer().status == 403
-    assert guarded.ask("GET", path).answer().status == 404          # the router's own: a GET steers nothing
+    assert own_error(guarded.ask("GET", path).answer(), 405)
     assert not guarded.status()["holder"]
 
 
@@ -13796,6 +13796,365 @@ def test_steer_a_button_and_a_request_in_the_same_millisecond_are_both_served(wo
         asks = [world.ask("POST", path), world.image(f"number {number}"), world.ask("POST", path), world.chat()]
         assert [ask.answer().status for ask in asks] == [200] * 4, asks
     world.at_rest()
+
+
+# ----- the page, the commands, the lease -----------------------------------------------------------------
+
+
+def command(stadi, *words, env=None, at=True, **options):
+    """stadi.py as a command, against this stadi."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STADI_")}
+    where = ["-at", stadi.url] if at else []
+    return subprocess.Popen([*stadi_command(), words[0], *where, *map(str, words[1:])], text=True,
+                            env={**clean, **(env or {})}, stdin=options.pop("stdin", subprocess.DEVNULL),
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def finished(process, seconds=DEADLINE):
+    """(exit code, what it printed, what it said beside that)."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"{process.args[2:]} did not end: {process.communicate()}")
+    return process.returncode, out, err
+
+
+class Events:
+    """A reader of GET /stadi/events."""
+
+    def __init__(self, stadi):
+        self.sock = stadi.connect()
+        self.sock.sendall(b"GET /stadi/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        self.file = self.sock.makefile("rb")
+        self.head = b""
+        while not self.head.endswith(b"\r\n\r\n"):
+            self.head += self.file.readline()
+
+    def next(self):
+        while not (line := self.file.readline()).startswith(b"data: "):
+            assert line, "the stream ended"
+        return json.loads(line[6:])
+
+    def until(self, condition):
+        seen = []
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            seen.append(self.next())
+            if condition(seen[-1]):
+                return seen
+        pytest.fail(f"no event of {len(seen)} was what was waited for")
+
+    def close(self):
+        self.file.close()
+        self.sock.close()
+
+
+def lent(world, what="lease"):
+    """Until the card is lent to a command; its hold."""
+    def hold():
+        holder = world.status()["holder"]
+        return holder and holder["engine"] == what and holder["holds"][0]
+    return until(hold, "the lease")
+
+
+def pid_in(path):
+    return until(lambda: path.exists() and path.read_text().strip() and int(path.read_text()), f"a pid in {path}")
+
+
+@pytest.mark.parametrize("path", ["/stadi", "/stadi/events"])
+def test_steer_the_page_is_guarded_by_host_and_read_with_get(guarded, path):
+    assert guarded.ask("GET", path, host="evil.example").answer().status == 403
+    assert own_error(guarded.ask("POST", path).answer(), 405)
+
+
+def test_steer_a_body_without_end_is_not_kept(world):
+    world.stadi()
+    answer = world.ask("POST", "/stadi/free", b"x" * (1 << 20)).answer()
+    assert answer.status == 413, answer
+
+
+# --- the page
+
+def test_steer_the_page_is_one_html_file_that_asks_nobody_else(world):
+    one = world.stadi()
+    page = world.ask("GET", "/stadi").answer()
+    assert page.status == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    text = page.body.decode()
+    assert text.startswith("<!doctype html>") and "innerHTML" not in text and "eval(" not in text
+    assert not re.search(r"(?i)(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", text)
+    assert f"{one.url}/stadi" in one.log()
+    assert text.count("\n") <= 150
+
+
+def test_steer_the_page_is_on_every_front(world):
+    port = free_port()
+    one = world.stadi("-listen-ollama", f"127.0.0.1:{port}", "-ollama", "http://127.0.0.1:1")
+    for at in (one.port, port):
+        assert requests.get(f"http://127.0.0.1:{at}/stadi", timeout=DEADLINE).text.startswith("<!doctype html>")
+
+
+def test_steer_events_tell_every_change_and_draw_the_last_hour(world):
+    one = world.stadi()
+    events = Events(one)
+    with contextlib.closing(events):
+        assert b"text/event-stream" in events.head
+        first = events.next()
+        assert first["state"] == "idle" and first["history"]["owners"] == []
+        held = world.held_image()
+        events.until(lambda seen: seen["state"] == "image" and seen["holder"])
+        world.open_gate()
+        picture(held.answer())
+        last = events.until(lambda seen: seen["holder"] is None and seen["sd_child_up"])[-1]
+    owners, levels = last["history"]["owners"], last["history"]["vram"]
+    assert [who for _, who in owners] == ["→", "sd"] and all(time.time() - at < 60 for at, _ in owners)
+    assert levels[-1][1] == world.card.used() and all(a[0] <= b[0] for a, b in zip(levels, levels[1:]))
+    assert set(world.status()) <= set(last)
+
+
+def test_steer_events_have_the_tail_of_the_childs_log_with_its_progress(world):
+    world.control(say="  |=====>     | 46/100 - 1.20it/s")
+    one = world.stadi()
+    picture(world.image().answer())
+    with contextlib.closing(Events(one)) as events:
+        assert any("46/100" in line for line in events.next()["sd"]["log_tail"])
+
+
+def test_steer_a_slow_reader_of_events_blocks_nothing_and_holds_nothing(world):
+    one = world.stadi()
+    with contextlib.closing(Events(one)):               # never reads on
+        for _ in range(40):
+            whole_stream(world.chat(x_pause=0).answer())
+        picture(world.image().answer())
+        assert world.at_rest()["waiting"] == []
+
+
+def test_steer_readers_that_leave_are_forgotten(world):
+    one = world.stadi()
+    before = len(os.listdir(f"/proc/{one.process.pid}/fd"))
+    for reader in [Events(one) for _ in range(20)]:
+        reader.next()
+        reader.close()
+    until(lambda: len(os.listdir(f"/proc/{one.process.pid}/fd")) <= before, "the descriptors to be closed")
+
+
+def test_steer_what_others_are_called_reaches_the_page_as_data_only(world):
+    """Hostile text travels as JSON; the page never makes markup of it (see the page's own test)."""
+    one = world.stadi()
+    hostile = "/v1/images/<img src=x onerror=alert(1)>".replace(" ", "%20").replace("<", "%3C").replace(">", "%3E")
+    held = world.held_chat()
+    image = world.image(path=hostile)
+    world.waiting(1)
+    with contextlib.closing(Events(one)) as events:
+        row = events.next()["waiting"][0]
+        assert "onerror" in row["what"]
+    image.leave()
+    world.router.gate("chat").set()
+    held.answer()
+
+
+# --- the commands
+
+def test_steer_status_is_for_a_human_and_for_a_script(world):
+    one = world.stadi()
+    held = world.held_image()
+    chat = world.chat()
+    world.waiting(1)
+    code, text, err = finished(command(one, "status"))
+    assert code == 0 and not err
+    assert re.search(r"card +sd for \d+s: POST /v1/images/generations", text), text
+    assert re.search(r"waiting +llama: POST /v1/chat/completions, \d+s of 15s", text), text
+    assert re.search(r"memory +4\.\d of 16\.0 GiB", text) and re.search(r"nobody to sd: drain \d+", text), text
+    code, text, _ = finished(command(one, "status", "-json"))
+    assert code == 0 and json.loads(text)["state"] == "image"
+    world.open_gate()
+    picture(held.answer())
+    whole_stream(chat.answer())
+
+
+def test_steer_status_watches_until_it_is_interrupted(world):
+    one = world.stadi()
+    watch = command(one, "status", "-watch")
+    line = ""
+    while "nobody asks for it" not in line:
+        line = watch.stdout.readline()
+        assert line
+    picture(world.image().answer())
+    while "nobody to sd" not in line:
+        line = watch.stdout.readline()
+        assert line
+    watch.send_signal(signal.SIGINT)
+    code, _, err = finished(watch)
+    assert code == 130 and "Traceback" not in err
+
+
+def test_steer_commands_ask_the_first_front_that_is_on(world):
+    one = world.stadi()
+    env = {"STADI_LISTEN": f"127.0.0.1:{one.port}"}
+    assert finished(command(one, "load", "sd", at=False, env=env))[:2] == (0, '{"loaded": "sd"}\n')
+    assert json.loads(finished(command(one, "free", at=False, env=env))[1])["freed"] is True
+    assert finished(command(one, "release", at=False, env=env))[:2] == (0, '{"released": []}\n')
+
+
+def test_steer_commands_say_what_went_wrong_in_one_line(world):
+    one = world.stadi("-busy-wait", "200ms")
+    code, out, err = finished(command(one, "load", "nix"))
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "nix" in err
+    held = world.held_image()
+    code, out, err = finished(command(one, "free"))
+    assert code == 1 and "/v1/images/generations" in err and err.count("\n") == 1
+    assert finished(command(one, "free", "-force"))[0] == 0
+    held.answer()
+    one.stop()
+    code, out, err = finished(command(one, "status"))
+    assert code == 1 and "is it running" in err and err.count("\n") == 1
+    code, out, err = finished(command(one, "run"))
+    assert code == 2 and "COMMAND" in err
+    code, out, err = finished(command(one, "run", "--", "/nowhere/at-all"))
+    assert code == 2 and "/nowhere/at-all" in err
+
+
+# --- the lease
+
+def test_steer_run_borrows_the_card_and_gives_it_back_with_the_commands_exit_code(world):
+    one = world.stadi()
+    picture(world.image().answer())
+    code, out, err = finished(command(one, "run", "--", "sh", "-c", "echo hello; echo why >&2; exit 7"))
+    assert (code, out, err) == (7, "hello\n", "why\n")
+    assert not world.card.sd_alive()
+    world.at_rest()
+    assert finished(command(one, "run", "--", "sh", "-c", "kill -9 $$"))[0] == 128 + 9
+    whole_stream(world.chat().answer())
+
+
+def test_steer_run_waits_its_turn_as_an_image_does_and_all_is_evicted(world, tmp_path):
+    one = world.stadi()
+    held = world.held_chat()
+    run = command(one, "run", "--", "sh", "-c", f"echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate")
+    os.mkfifo(tmp_path / "gate")
+    waiting = world.waiting(1, "image")[0]
+    assert waiting["engine"] == "lease" and waiting["limit_s"] is None and "sh -c" in waiting["what"]
+    world.router.gate("chat").set()
+    whole_stream(held.answer())
+    hold = lent(world)
+    assert world.router.holds() == [] and world.status()["state"] == "image" and "sh -c" in hold["what"]
+    pid_in(tmp_path / "pid")
+    chat = world.chat()
+    world.waiting(1, "llm")
+    (tmp_path / "gate").write_text("\n")
+    assert finished(run)[0] == 0
+    whole_stream(chat.answer())
+
+
+def test_steer_run_waits_no_longer_than_it_is_told(world):
+    one = world.stadi()
+    held = world.held_chat()
+    code, out, err = finished(command(one, "run", "-wait", "200ms", "--", "echo", "never"))
+    assert (code, out) == (1, "") and "/v1/chat/completions" in err, err
+    world.router.gate("chat").set()
+    whole_stream(held.answer())
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_steer_the_lease_lasts_as_long_as_the_command_whatever_becomes_of_run(world, tmp_path, sig):
+    one = world.stadi()
+    os.mkfifo(tmp_path / "gate")
+    trap = "trap '' TERM HUP; " if sig != signal.SIGKILL else ""
+    run = command(one, "run", "--", "sh", "-c", f"{trap}echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate")
+    lent(world)
+    pid = pid_in(tmp_path / "pid")
+    run.send_signal(sig)
+    if sig == signal.SIGKILL:
+        run.wait(DEADLINE)
+    chat = world.chat()
+    world.waiting(1, "llm")
+    assert process_runs(pid) and lent(world)
+    (tmp_path / "gate").write_text("\n")
+    whole_stream(chat.answer())                         # the card came back with the command's end
+    finished(run)
+    assert not process_runs(pid)
+
+
+def test_steer_a_command_that_dies_of_the_signal_given_to_run_gives_the_card_back(world, tmp_path):
+    one = world.stadi()
+    run = command(one, "run", "--", "sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 100")
+    pid_in(tmp_path / "pid")
+    run.terminate()
+    assert finished(run)[0] == 128 + signal.SIGTERM
+    world.at_rest()
+
+
+def test_steer_a_leases_helpers_hold_the_card_too(world, tmp_path):
+    one = world.stadi()
+    os.mkfifo(tmp_path / "gate")
+    run = command(one, "run", "--", "sh", "-c", f"(read _ < {tmp_path}/gate) >/dev/null 2>&1 & exit 3")
+    assert finished(run)[0] == 3
+    assert lent(world)
+    (tmp_path / "gate").write_text("\n")
+    world.at_rest()
+
+
+def test_steer_release_by_hand_ends_the_command_before_the_card_is_given_on(world, tmp_path):
+    one = world.stadi()
+    script = (f"trap 'sleep 0.3; exit 5' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 0.05; done")
+    run = command(one, "run", "--", "sh", "-c", script)
+    pid, hold = pid_in(tmp_path / "pid"), lent(world)
+    chat = world.chat()
+    world.waiting(1, "llm")
+    code, out, _ = finished(command(one, "release", hold["id"]))
+    assert code == 0 and json.loads(out)["released"][0]["id"] == hold["id"]
+    code, _, err = finished(run)
+    assert code == 5 and "released by hand" in err
+    whole_stream(chat.answer())
+    assert not process_runs(pid)
+
+
+def test_steer_max_ends_the_command(world):
+    one = world.stadi()
+    code, _, err = finished(command(one, "run", "-max", "300ms", "--", "sleep", "100"))
+    assert code == 128 + signal.SIGTERM and "-max" in err
+    world.at_rest()
+
+
+def test_steer_a_lease_survives_a_restart_of_stadi_and_comes_before_all(world, tmp_path):
+    one = world.stadi()
+    os.mkfifo(tmp_path / "gate")
+    run = command(one, "run", "--", "sh", "-c", f"echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate")
+    pid = pid_in(tmp_path / "pid")
+    lent(world)
+    one.stop()
+    assert process_runs(pid)
+    again = world.stadi("-listen", f"127.0.0.1:{one.port}", listen=False, ready=False)
+    again.port = one.port
+    until(lambda: again._answers(), "stadi again")
+    lent(world)
+    assert process_runs(pid)
+    (tmp_path / "gate").write_text("\n")
+    assert finished(run)[0] == 0
+    world.at_rest()
+
+
+def test_steer_a_command_that_asks_for_the_card_waits_for_itself_and_is_told(world):
+    one = world.stadi("-busy-wait", "300ms")
+    ask = ("import urllib.request as u, urllib.error\ntry:\n    u.urlopen(u.Request(%r, b'{}'))\n"
+           "except urllib.error.HTTPError as error:\n    print(error.code, error.read().decode())"
+           % (one.url + "/v1/chat/completions"))
+    code, out, err = finished(command(one, "run", "--", sys.executable, "-S", "-c", ask))
+    assert code == 0 and out.startswith("503") and "waits for itself" in out, (out, err)
+
+
+def test_steer_the_phase_is_told_with_what_it_usually_takes(world):
+    one = world.stadi()
+    picture(world.image().answer())
+    world.ask("POST", "/stadi/free").answer()
+    world.control(load_seconds=0.6)
+    with contextlib.closing(Events(one)) as events:
+        image = world.image()
+        seen = events.until(lambda now: now["handover"] and now["handover"]["phase"] == "start")
+        assert seen[-1]["handover"]["usual_s"] > 0
+        picture(image.answer())
 
 
 # ----- load: a soak -------------------------------------------------------------------------------
