@@ -2495,12 +2495,11 @@ class Eyes:
         return "\n".join(lines) + "\n"
 
 # ----- Page -------------------------------------------------------------------------------------------------
-# What GET /stadi shows: all in one, nothing from elsewhere. It shows what /stadi/events says as text, never as
-# markup.
+# What GET /stadi shows, with nothing from elsewhere: what /stadi/events says, as text and never as markup.
 EVENT_PAUSE, EVENT_SECONDS, LEASE_SECONDS, SAMPLE_SECONDS = 0.2, 5.0, 15.0, 15.0
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
-PAGE_HEAD = ("Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
-             " connect-src 'self'; frame-ancestors 'none'\r\nCache-Control: no-store\r\n")
+PAGE_HEAD = ("Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; script-src"
+             " 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'\r\nCache-Control: no-store\r\n")
 PAGE = r"""<!doctype html><html lang="en"><meta charset="utf-8"><title>stadi</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 :root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 16%, Canvas); --hue: var(--line);
@@ -2851,7 +2850,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         def ask_end(why):
             with contextlib.suppress(Gone):
                 self.client.send(json.dumps({"end": why}).encode() + b"\n")
-            start(lambda: over.wait(LEASE_SECONDS) or card.revoke(hold, f"{why}, and its command did not end"))
+            start(lambda: over.wait(LEASE_SECONDS) or card.revoke(hold, f"{why}; its command did not end"))
         try:
             self.client.send(STREAM_HEAD % b"application/x-ndjson")
             hold.on_revoke, hold.ask_end = over.set, ask_end
@@ -2989,13 +2988,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return exchange.keep and not self.world.card.closed
 
 # ----- Commands ---------------------------------------------------------------------------------------------
-# What a person at a terminal has beside the page: they ask a running stadi, as any client does. `run` lends the
-# card to a command by one open request whose connection the command inherits: the kernel tells stadi when the
+# What a person at a terminal has beside the page: they ask a running stadi, as any client does. `run` lends
+# the card to a command by one open request whose socket the command inherits: the kernel tells stadi when the
 # last process that has it is gone, however it went, and whatever became of `run`.
 
 ASKED = {"status": ("GET", "/status", ""), "free": ("POST", "/stadi/free", ""),
          "load": ("POST", "/stadi/load", "engine"), "release": ("POST", "/stadi/release", "id")}
-COMMAND_SECONDS, AGAIN_SECONDS = 86400.0, 0.5       # for an answer, which may wait its turn; between two tries
+AGAIN_SECONDS, TERMINATE_SECONDS = 0.5, 10.0    # between two tries for a lost lease; from TERM to KILL
 
 def view(status):
     """The status in a human's words, line by line."""
@@ -3022,25 +3021,22 @@ def view(status):
         phases = ", ".join(f"{phase} {row[f'{phase}_ms']}" for phase in ("drain", "evict", "vram", "start"))
         yield (f"{time.strftime('%H:%M:%S', time.localtime(row['at']))}  {row['from'] or 'nobody'} to"
                f" {row['to'] or 'nobody'}: {phases} ms {row['error'] or ''}")
-    for name, engine in status["engines"].items():
-        if engine["error"]:
-            yield f"trouble   {name}: {engine['error']}"
+    yield from (f"trouble   {name}: {engine['error']}" for name, engine in status["engines"].items()
+                if engine["error"])
 
 def show(lines):
     print("\n".join(re.sub(NOT_PRINTED, " ", line) for line in lines), flush=True)
 
-def stadi_at(settings):
-    """The Endpoint of the stadi that is asked: -at, or the first front that is on."""
-    found = settings.at or settings.listen or settings.listen_ollama or settings.listen_comfy
-    if not found:
+def opened(settings, method, path, body=None):
+    """The answer of a running stadi (-at, or the first front that is on), still open. Raises Usage; Trouble
+    with stadi's own words where it refuses."""
+    at = settings.at or settings.listen or settings.listen_ollama or settings.listen_comfy
+    if not at:
         raise Usage(f"{SETTINGS['at']}: no front is on; say where stadi is")
-    return found if found.host not in ("", "0.0.0.0", "::") else Endpoint("127.0.0.1", found.port)
-
-def opened(at, method, path, body=None):
-    """The answer to a request that stays open. Raises Trouble with stadi's own words where it is refused."""
-    connection = http.client.HTTPConnection(at.host, at.port)
+    at = Endpoint("127.0.0.1", at.port) if at.host in ("", "0.0.0.0", "::") else at
+    connection = http.client.HTTPConnection(*at)
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body and json.dumps(body))
         answer = connection.getresponse()
         if answer.status == 200:
             return answer
@@ -3052,92 +3048,61 @@ def opened(at, method, path, body=None):
         raise Trouble(f"http://{at}{path}: {error or type(error).__name__}") from None
 
 def ask(settings):
-    """The commands status, free, load and release. Raises Trouble."""
-    at, (method, path, key) = stadi_at(settings), ASKED[settings.command]
-    if settings.watch:
-        for line in opened(at, "GET", "/stadi/events"):
-            if line.startswith(b"data: "):
-                print(end="\x1b[H\x1b[2J")
-                show(view(json.loads(line[6:])))
-        raise Trouble("stadi has ended")
-    query = urllib.parse.urlencode({**({key: settings.rest[0]} if settings.rest else {}),
-                                    **({"force": 1} if settings.force else {})})
-    answer = parsed(opened(at, method, f"{path}?{query}").read())
-    if settings.command == "status" and not settings.json:
-        return show(view(answer))
-    show([json.dumps(answer)])
+    """The commands status, free, load and release. Raises Trouble, Usage."""
+    method, path, key = ASKED[settings.command]
+    for line in opened(settings, "GET", "/stadi/events") if settings.watch else ():
+        if line.startswith(b"data: "):
+            print(end="\x1b[H\x1b[2J")           # the terminal is cleared
+            show(view(json.loads(line[6:])))
+    pairs = [(key, word) for word in settings.rest] + [("force", 1)] * settings.force
+    answer = parsed(opened(settings, method, f"{path}?{urllib.parse.urlencode(pairs)}").read())
+    human = settings.command == "status" and not settings.json
+    show(view(answer) if human else [json.dumps(answer)])
+    return 0
 
-class Loan:
-    """A command that runs with the card. Its exit code is that of `run`."""
-    def __init__(self, settings):
-        self.at, self.words, self.most = stadi_at(settings), settings.rest, settings.max
-        self._wait = settings.wait
-        self._ended = False             # told to end: nothing of its group may stay
-
-    def run(self):
-        """Returns its exit code, as a shell has it. Raises Trouble, Usage."""
-        if not self.words or not shutil.which(self.words[0]):
-            raise Usage(f"run: {self.words[0]!r} is no program that can be run" if self.words else
-                        "run: which command? stadi.py run -- COMMAND ...")
-        lease = self._lease()
-        try:
-            self._process = subprocess.Popen(self.words, pass_fds=[lease.fileno()], process_group=0)
-        except OSError as error:
-            raise Trouble(f"{self.words[0]} cannot be run: {_why_not(self.words[0], error)}") from None
-        start(self._keep, lease)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, _: self._signal(number))
-        if self.most:
-            start(lambda: (time.sleep(self.most), self._end(f"it has had the card for {self.most:g}s (-max)")))
-        self._foreground(self._process.pid)
-        while os.WIFSTOPPED(status := os.waitpid(self._process.pid, os.WUNTRACED)[1]):
-            if os.WSTOPSIG(status) == signal.SIGTSTP or not self._foreground(self._process.pid):
-                self._foreground(os.getpgrp())          # Ctrl-Z, or the terminal is another's: stop as it did
-                os.kill(os.getpid(), signal.SIGSTOP)
-                self._foreground(self._process.pid)
-            self._signal(signal.SIGCONT)
-        self._foreground(os.getpgrp())
-        if self._ended:
-            self._signal(signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(status)
-        return code if code >= 0 else 128 - code
-
-    def _lease(self, again=False):
-        wanted = {"command": shlex.join(self.words), "wait": 0 if again else self._wait, "again": again}
-        return opened(self.at, "POST", "/stadi/lease", json.dumps(wanted))
-
-    def _keep(self, lease):
-        """A thread's life: end the command when stadi says so; if stadi ends, take the lease again."""
+def lend(settings):
+    """The command run. Returns the exit code of what ran, as a shell has it. Raises Trouble, Usage."""
+    words, token, ending = settings.rest, token_for("run", os.getpid()), threading.Lock()
+    if not words or not shutil.which(words[0]):
+        raise Usage(f"run: {words[0]!r} is no program that can be run" if words else
+                    "run: which command? stadi.py run -- COMMAND ...")
+    wanted = {"command": shlex.join(words), "wait": settings.wait}
+    lease = opened(settings, "POST", "/stadi/lease", wanted)
+    try:
+        command = subprocess.Popen(words, pass_fds=[lease.fileno()], env={**os.environ, TOKEN: token})
+    except OSError as error:
+        raise Trouble(f"{words[0]} cannot be run: {_why_not(words[0], error)}") from None
+    def send(number):
+        for pid in kin((), token):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+    def end(why):
+        with ending:
+            print(f"stadi: ending the command: {why}", file=sys.stderr)
+            until = time.monotonic() + TERMINATE_SECONDS
+            send(signal.SIGTERM)
+            send(signal.SIGCONT)                # a stopped one hears no TERM
+            while kin((), token) and time.monotonic() < until:
+                time.sleep(0.1)
+            end_kin((), token)
+    def keep(lease):
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 for line in lease:
                     if why := member(parsed(line), "end"):
-                        return self._end(why)
-            time.sleep(AGAIN_SECONDS)
+                        return end(why)
+            time.sleep(AGAIN_SECONDS)           # stadi has ended: the next one is asked, ahead of all
             with contextlib.suppress(Trouble):
-                lease = self._lease(again=True)
-
-    def _end(self, why):
-        """TERM, and KILL ten seconds later."""
-        print(f"stadi: ending the command: {why}", file=sys.stderr)
-        self._ended = True
-        for number in (signal.SIGTERM, signal.SIGCONT):
-            self._signal(number)
-        time.sleep(10)
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def _foreground(self, group):
-        """The terminal's keys and input go to this process group, if there is a terminal and it is ours."""
-        with contextlib.suppress(OSError):
-            if os.isatty(0) and os.tcgetpgrp(0) in (os.getpgrp(), self._process.pid):
-                signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-                os.tcsetpgrp(0, group)
-                return True
-        return False
+                lease = opened(settings, "POST", "/stadi/lease", {**wanted, "wait": 0, "again": True})
+    start(keep, lease)
+    if settings.max:
+        start(lambda: (time.sleep(settings.max), end(f"it has had the card for {settings.max:g}s (-max)")))
+    signal.signal(signal.SIGINT, lambda *_: None)           # Ctrl-C goes to the command as well: it decides
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: send(number))
+    code = command.wait()
+    with ending:                                # what is being ended is ended before
+        return code if code >= 0 else 128 - code
 
 # ----- main -------------------------------------------------------------------------------------------------
 MODEL_FLAGS = ("-m --model --diffusion-model --high-noise-diffusion-model --llm --llm_vision --clip_l"
@@ -3302,7 +3267,7 @@ def main(argv, environ):
             print(usage() if settings.h else f"stadi {VERSION}", flush=True)
             return 0
         if settings.command not in ("", "turnstile"):
-            return Loan(settings).run() if settings.command == "run" else ask(settings) or 0
+            return lend(settings) if settings.command == "run" else ask(settings)
         complete(settings, environ)
         if settings.check:
             found = list(findings(settings, environ))
