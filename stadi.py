@@ -90,16 +90,16 @@ secret = functools.partial(re.sub, r"[^!-~]", "")       # a stray CR would end u
 def one_of(*choices):
     return matching(f"(?i:{'|'.join(choices)})", f"is none of {', '.join(choices)}", str.lower)
 
-def address(text):
+def endpoint_in(text):
     """The Endpoint of http://host:port or host:port; None for off."""
     if text != "off":
         parts = urllib.parse.urlsplit(text if "//" in text else f"//{text}")
         return Endpoint(parts.hostname or "", 80 if parts.port is None else parts.port)
 
 listen_address = matching(r"off|(?:\[[0-9A-Fa-f:.]+\]|[0-9.]*|localhost):\d+",
-                          "is no address; write 127.0.0.1:55558, :55558, [::1]:55558 or off", address)
+                          "is no address; write 127.0.0.1:55558, :55558, [::1]:55558 or off", endpoint_in)
 engine_url = matching(r"off|http://(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d+)?/?",
-                      "is no engine's address; write http://127.0.0.1:55555 or off", address)
+                      "is no engine's address; write http://127.0.0.1:55555 or off", endpoint_in)
 
 def command_line(text):
     """Words of a command line: split at spaces, or as a shell does where it has quotes or backslashes."""
@@ -302,10 +302,6 @@ def _vram_cmd(command):
         raise ValueError(f"{printed[:80]!r} is no number of MiB (a pipe needs sh -c '...')")
     return Reading(int(float(printed) * MIB), None)
 
-def _amdgpu(device):
-    with open(f"{device}/mem_info_vram_used") as used, open(f"{device}/mem_info_vram_total") as total:
-        return Reading(int(used.read()), int(total.read()))
-
 def _amdgpu_users(address):
     """From the kernel's fdinfo: a process may have the device open often, and each client counts once."""
     clients = collections.defaultdict(dict)
@@ -315,35 +311,38 @@ def _amdgpu_users(address):
             clients[int(path.partition("/")[0])][fields.get("client-id")] = int(fields["memory-vram"]) >> 10
     return [(pid, sum(sizes.values())) for pid, sizes in clients.items()]
 
-NVIDIA_CARDS = "--query-gpu=pci.bus_id,index,memory.used,memory.total"
-def _nvidia_smi(query, address=""):
+def _amdgpu(device, index):
+    """(total bytes, index, PCI address, Meter) of a card, by its folder in sysfs. Raises OSError."""
+    def read():
+        with open(f"{device}/mem_info_vram_used") as used, open(f"{device}/mem_info_vram_total") as total:
+            return Reading(int(used.read()), int(total.read()))
+    address = os.path.basename(os.path.realpath(device))
+    meter = Meter(f"amdgpu, {device}", read, users=functools.partial(_amdgpu_users, address))
+    return read().total, str(index), address, meter
+
+def _nvidia_smi(columns, address=""):
     """Rows of words, the first of which is a card's PCI address: of all cards, or of one."""
-    lines = _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    lines = _printed(["nvidia-smi", f"--query-{columns}", "--format=csv,noheader,nounits"])
     return [row for line in lines if (row := re.split(" *, *", line))[0] == (address or row[0])]
 
-def _nvidia(address):
-    _, _, used, total = _nvidia_smi(NVIDIA_CARDS, address)[0]
-    return Reading(int(used) * MIB, int(total) * MIB)
-
-def _nvidia_users(address):
-    rows = _nvidia_smi("--query-compute-apps=gpu_bus_id,pid,used_memory", address)
-    return [(int(pid), int(mib)) for _, pid, mib in rows if (pid + mib).isdigit()]
+def _nvidia(address, index, total):
+    """The same of a card that nvidia-smi knows, its total in MiB."""
+    def read():
+        used = _nvidia_smi("gpu=pci.bus_id,memory.used", address)[0][1]
+        return Reading(int(used) * MIB, int(total) * MIB)
+    def users():
+        rows = _nvidia_smi("compute-apps=gpu_bus_id,pid,used_memory", address)
+        return [(int(pid), int(mib)) for _, pid, mib in rows if (pid + mib).isdigit()]
+    return int(total) * MIB, index, address, Meter(f"nvidia-smi {index}", read, 0.25, users)
 
 def cards(environ):
-    """Every card of this machine that can be read: (total bytes, index, PCI address, Meter)."""
+    """Every card of this machine that can be read, as _amdgpu() tells of it."""
     root, found = environ.get("STADI_DRM_ROOT") or "/sys/class/drm", []
     for number in range(256):                   # there are gaps, and cards of other makers
-        device = f"{root}/card{number}/device"
         with contextlib.suppress(*UNREADABLE):
-            total, address = _amdgpu(device).total, os.path.basename(os.path.realpath(device))
-            found.append((total, str(len(found)), address, Meter(
-                f"amdgpu's card{number}/device/mem_info_vram_used", functools.partial(_amdgpu, device),
-                users=functools.partial(_amdgpu_users, address))))
+            found.append(_amdgpu(f"{root}/card{number}/device", len(found)))
     with contextlib.suppress(*UNREADABLE):
-        for address, index, _, total in _nvidia_smi(NVIDIA_CARDS):
-            found.append((int(total) * MIB, index, address, Meter(
-                f"nvidia-smi {index}", functools.partial(_nvidia, address), 0.25,
-                functools.partial(_nvidia_users, address))))
+        found += [_nvidia(*row) for row in _nvidia_smi("gpu=pci.bus_id,index,memory.total")]
     return found
 
 def find_meter(settings, environ, comfy=None):
@@ -362,7 +361,7 @@ def find_meter(settings, environ, comfy=None):
         wanted = settings.gpu.lower()[-7:]      # a PCI address without its domain, which not all write alike
         found = [card for card in found if wanted in (card[1], card[2].lower()[-7:])]
         if not found:
-            raise Usage(f"{SETTINGS['gpu']}: no card {settings.gpu!r}; here: {there or 'none'}; -h has the words")
+            raise Usage(f"{SETTINGS['gpu']}: no card {settings.gpu!r}; {there or 'none is here'}; see -h")
     return max(found, key=lambda card: card[0])[-1] if found else other
 
 class Vram:
@@ -3132,8 +3131,7 @@ def sd_findings(settings):
     words, wanted = settings.sd_args, str(settings.sd.port)
     values = dict(zip(words, words[1:]))
     for flag in filter(values.get, MODEL_FLAGS):
-        path = os.path.abspath(values[flag])
-        there = os.path.isfile(path)
+        there = os.path.isfile(path := os.path.abspath(values[flag]))
         yield "ok" if there else "error", f"-sd-args: {flag}: {'' if there else 'there is no file '}{path}"
     port = values.get("--listen-port", "1234")
     if port != wanted:
