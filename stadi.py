@@ -29,7 +29,6 @@ The rooms, in reading order; each uses only those above it:
 import bisect, collections, contextlib, errno, functools, glob, http.client, http.server, ipaddress, itertools
 import json, logging, os, re, resource, select, shlex, shutil, signal, socket, struct, subprocess, sys
 import threading, time, types, urllib.parse
-from typing import NamedTuple
 
 VERSION = "0.1.0"
 MIB, GIB, LLM, IMAGE = 1 << 20, 1 << 30, "llm", "image"
@@ -57,17 +56,15 @@ def name_of(pid):
 class Usage(Exception):
     """A setting that cannot be used; the text is one line that says what to write instead."""
 
-class Endpoint(NamedTuple):
-    """Where an engine listens, or where stadi does."""
-    host: str
-    port: int
-
+class Endpoint(collections.namedtuple("Endpoint", "host port")):
+    """Where an engine listens, or where stadi does; no host is every address."""
     def __str__(self):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def loopback(self):
-        return self.host == "localhost" or is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback
+        everywhere = self.host in ("", "localhost")
+        return everywhere or is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback
 
 def is_ip(text):
     with contextlib.suppress(ValueError):
@@ -76,9 +73,10 @@ def is_ip(text):
 def matching(pattern, message, convert=str):
     """A reader of texts that match; message says what to write instead."""
     def read(text):
-        if not re.fullmatch(pattern, text, re.ASCII):
-            raise ValueError(message)
-        return convert(text)
+        with contextlib.suppress(ValueError):
+            if re.fullmatch(pattern, text, re.ASCII):
+                return convert(text)
+        raise ValueError(message)
     return read
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -88,33 +86,20 @@ def seconds(text):
 
 duration = matching(f"0|(?:{DURATION})+", "is no duration; write 5s, 5m, 1h30m, 500ms or 0", seconds)   # Go's
 gibibytes = matching(r"\d+(\.\d+)?", "is no size; write GiB: 2, 0.5", lambda text: int(float(text) * GIB))
-gpu = matching(r"|\d+|none|comfy|(?:[0-9A-Fa-f]+:)?[0-9A-Fa-f]+:[0-9A-Fa-f]+\.\d",
-               "is no card; write an index (0), a PCI address (0000:03:00.0), comfy or none")
-
 secret = functools.partial(re.sub, r"[^!-~]", "")       # a stray CR would end up in an error that quotes it
 def one_of(*choices):
     return matching(f"(?i:{'|'.join(choices)})", f"is none of {', '.join(choices)}", str.lower)
 
-def listen_address(text):
-    """An Endpoint to listen on, or None for off; an empty host is every address."""
-    if text == "off":
-        return None
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]*)):(\d{1,5})", text, re.ASCII)
-    host = found and (found[1] or found[2] or "")
-    if not found or int(found[3]) > 65535 or host not in ("", "localhost") and not is_ip(host):
-        raise ValueError("is no address to listen on; write 127.0.0.1:55558, :55558, [::1]:55558 or off")
-    return Endpoint(host.replace("localhost", "127.0.0.1"), int(found[3]))
+def endpoint_in(text):
+    """The Endpoint of http://host:port or host:port; None for off."""
+    if text != "off":
+        parts = urllib.parse.urlsplit(text if "//" in text else f"//{text}")
+        return Endpoint(parts.hostname or "", 80 if parts.port is None else parts.port)
 
-def engine_url(text):
-    """An Endpoint of an engine, or None for off."""
-    if text == "off":
-        return None
-    with contextlib.suppress(ValueError):
-        scheme, _, *rest = parts = urllib.parse.urlsplit(text)
-        plain = scheme == "http" and rest in (["", "", ""], ["/", "", ""]) and parts.username is None
-        if plain and parts.hostname:
-            return Endpoint(parts.hostname, parts.port or 80)
-    raise ValueError("is no engine's address; write http://127.0.0.1:55555 (nothing behind the port) or off")
+listen_address = matching(r"off|(?:\[[0-9A-Fa-f:.]+\]|[0-9.]*|localhost):\d+",
+                          "is no address; write 127.0.0.1:55558, :55558, [::1]:55558 or off", endpoint_in)
+engine_url = matching(r"off|http://(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d+)?/?",
+                      "is no engine's address; write http://127.0.0.1:55555 or off", endpoint_in)
 
 def command_line(text):
     """Words of a command line: split at spaces, or as a shell does where it has quotes or backslashes."""
@@ -127,13 +112,8 @@ def names(text):
 
 paths = matching(r"((/[A-Za-z0-9_.-]+)+(, *|$))*", "is no list of paths; write /sam/detect,/sam/x", items)
 
-class Setting(NamedTuple):
-    flag: str
-    default: str
-    read: object        # text -> value; ValueError says what to write instead
-    help: str
-    variable: str       # environment variable; "" where there is none
-
+class Setting(collections.namedtuple("Setting", "flag default read help variable")):
+    """read: text -> value, or ValueError, which says what to write; variable: "" where there is none."""
     def __str__(self):
         return f"-{self.flag}" + (f" ({self.variable})" if self.variable else "")
 
@@ -150,7 +130,7 @@ SETTINGS = {flag: Setting(flag, default, read, text, *variable or ["STADI_" + fl
     ("vram-wait", "45s", duration, "bound on the VRAM's return and on the router's unloading; then on"),
     ("load-wait", "15m", duration, "bound on sd-server's port appearing"),
     ("free-gib", "2", gibibytes, "the card counts as free below this many GiB used", ""),
-    ("gpu", "", gpu, "an index, a PCI address, comfy (ask ComfyUI), none; else the card with most VRAM"),
+    ("gpu", "", str, "an index, a PCI address, comfy (ask ComfyUI), none; else the card with most VRAM"),
     ("vram-cmd", "", command_line, "a command that prints the MiB used, if amdgpu and nvidia-smi can't tell"),
     ("sd-bin", "sd-server", str, "the sd-server program; a bare name is looked up on PATH"),
     ("sd-args", "", command_line, "sd-server's whole command line in one string; required while sd is on"),
@@ -170,7 +150,7 @@ SETTINGS = {flag: Setting(flag, default, read, text, *variable or ["STADI_" + fl
     ("warm-model", "", str, "a model that Ollama loads again whenever the card is idle", "WARM_MODEL"),
     ("comfy-keep", "0", duration, "how long ComfyUI keeps its models; 0 frees after every job", "COMFY_KEEP"),
     ("comfy-gate", "", paths, "more POST paths of ComfyUI that need the card, comma-separated", "COMFY_GATE"),
-    ("at", "", lambda text: engine_url(text or "off"), "the stadi to ask; else the first front that is on"),
+    ("at", "off", engine_url, "the stadi that a command asks; off: the first front that is on"),
     ("wait", "0", duration, "run: how long to wait for the card; 0 without end"),
     ("max", "0", duration, "run: how long the command may have the card, then it is ended; 0 no end"),
     ("log-level", "info", one_of("debug", "info", "warning", "error"), "debug to error", "LOG_LEVEL"),
@@ -188,36 +168,35 @@ COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual po
 TURNSTILE = {"listen": "off", "listen-ollama": ":11434", "listen-comfy": ":8188"}     # that word's defaults
 
 def read_flags(argv):
-    """(command, its words, {flag: text}, switches). Flags are Go's: -x v, -x=v, --x v, --x=v; any word is a
-    value. A command's words: what stands behind -- of run; the engine to load, the id to release."""
-    command, rest, given, switches, words = "", [], {}, set(), collections.deque(argv)
-    while words:
-        word = words.popleft()
-        if command == "run" and word == "--":
-            return command, list(words), given, switches
+    """(command, its words, {flag: text, switch: True}). Flags are Go's: -x v, -x=v, --x v, --x=v; any word is
+    a value. A command's words: what stands behind -- of run; the engine to load, the id to release."""
+    command, rest, given, words = "", [], {}, iter(argv)
+    for word in words:
         found = re.fullmatch(r"--?([a-z][a-z-]*)(?:=(.*))?", word, re.DOTALL)
-        flag = found and {"help": "h"}.get(found[1], found[1])
+        flag, value = found.groups() if found else (None, None)
+        flag = "h" if flag == "help" else flag
         if word in COMMANDS and not command:
             command = word
+        elif word == "--" and command == "run":
+            rest = list(words)
         elif not found and command in ("load", "release") and not rest:
             rest = [word]
-        elif flag in SWITCHES and found[2] is None:
-            switches.add(flag)
+        elif flag in SWITCHES and value is None:
+            given[flag] = True
         elif flag not in SETTINGS:
             advice = "; put all of -sd-args in quotes" if " " not in given.get("sd-args", " ") else ""
             raise Usage(f"{word!r} is no flag of stadi; -h lists them{advice}")
-        elif found[2] is None and not words:
-            raise Usage(f"{SETTINGS[flag]} needs a value")
         else:
-            given[flag] = words.popleft() if found[2] is None else found[2]
-    return command, rest, given, switches
+            given[flag] = next(words, None) if value is None else value
+            if given[flag] is None:
+                raise Usage(f"{SETTINGS[flag]} needs a value")
+    return command, rest, given
 
 def read_settings(argv, environ):
     """All settings as a namespace: from flags, then environment, then default. Raises Usage."""
-    command, rest, given, switches = read_flags(argv)
+    command, rest, given = read_flags(argv)
     defaults = TURNSTILE if command == "turnstile" else {}
-    values = types.SimpleNamespace(command=command, rest=rest,
-                                   **{name: name in switches for name in SWITCHES})
+    values = types.SimpleNamespace(command=command, rest=rest, **{name: name in given for name in SWITCHES})
     for flag, setting in SETTINGS.items():
         variable = "" if defaults and flag == "listen" else setting.variable
         text = given.get(flag) or environ.get(variable) or defaults.get(flag, setting.default)
@@ -227,11 +206,17 @@ def read_settings(argv, environ):
             raise Usage(f"{setting}: {text!r} {error}") from None
     return values
 
+def runnable(flag, program):
+    """The path of a program that a setting names. Raises Usage."""
+    if path := shutil.which(program):
+        return path
+    raise Usage(f"{SETTINGS[flag]}: {program!r} is not there (on PATH), or cannot be executed")
+
 def complete(values, environ):
     """Fill in what depends on other settings, and refuse combinations that cannot work. Raises Usage."""
-    values.llm, values.sd = (values.llm, values.sd) if values.listen else (None, None)
-    values.ollama = values.ollama if values.listen_ollama else None
-    values.comfy = values.comfy if values.listen_comfy else None
+    values.llm, values.sd = values.listen and values.llm, values.listen and values.sd
+    values.ollama = values.listen_ollama and values.ollama
+    values.comfy = values.listen_comfy and values.comfy
     if not (values.llm or values.sd or values.ollama or values.comfy):
         raise Usage(f"{SETTINGS['listen']}: nothing is on; set -listen, -listen-ollama or -listen-comfy")
     if values.sd and not values.sd_args:
@@ -239,26 +224,19 @@ def complete(values, environ):
                     f" -sd-args '-m /models/sd.safetensors --listen-port {values.sd.port}', or -sd off")
     if values.sd and not (values.sd.loopback or is_ip(values.sd.host)):
         raise Usage(f"{SETTINGS['sd']}: sd-server is started here; write http://127.0.0.1:{values.sd.port}")
-    if values.gpu == "comfy" and not values.comfy:
-        raise Usage(f"{SETTINGS['gpu']}: comfy asks ComfyUI, which is not on; give -listen-comfy an address")
     used = {}
     for flag in ("listen", "listen-ollama", "listen-comfy", "llm", "sd", "ollama", "comfy"):
         endpoint = getattr(values, flag.replace("-", "_"))
-        if endpoint and endpoint.port and (endpoint.host == "" or endpoint.loopback):
-            other = used.setdefault(endpoint.port, flag)
-            if other != flag:
-                advice = "; OLLAMA_HOST=127.0.0.1:11435 moves Ollama" if flag == "ollama" else "; change one"
-                raise Usage(f"{SETTINGS[flag]}: port {endpoint.port} is that of {SETTINGS[other]}{advice}")
+        if endpoint and endpoint.loopback and (other := used.setdefault(endpoint.port, flag)) != flag:
+            raise Usage(f"{SETTINGS[flag]}: port {endpoint.port} is that of {SETTINGS[other]}; change one")
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     values.sd_log_dir = os.path.abspath(values.sd_log_dir or os.path.join(cache, "stadi"))
 
 def usage():
-    rows = list(COMMANDS.items())
-    for flag, default, _, text, variable in SETTINGS.values():
-        rows.append((f"-{flag} {default}".rstrip() + (f"   [{variable}]" if variable else ""), text))
-    rows += [(f"-{name}", text) for name, text in SWITCHES.items()]
-    head = "usage: stadi.py [turnstile] [flags]     flags first, then the environment, then the default\n\n"
-    return head + "\n".join(f"  {name}\n        {text}" for name, text in rows)
+    rows = {**COMMANDS, **{f"{setting}   {setting.default}": setting.help for setting in SETTINGS.values()},
+            **{f"-{name}": text for name, text in SWITCHES.items()}}
+    head = "usage: stadi.py [command] [flags]      flags first, then the environment, then the default\n\n"
+    return head + "\n".join(f"  {name}\n        {text}" for name, text in rows.items())
 
 # ----- VRAM -------------------------------------------------------------------------------------------------
 STEADY_SECONDS, STEADY_BYTES = 2.0, 64 * MIB    # the driver frees in steps; what lasts this long is the level
@@ -266,12 +244,13 @@ FLOOR_BYTES = 256 * MIB                         # what contexts of a desktop var
 NUDGE_SECONDS, BLIND = 1.5, 5.0                 # no reading for BLIND seconds: the card can't be seen, go on
 
 Reading = collections.namedtuple("Reading", "used total")   # bytes; total: None where the source can't tell
+UNREADABLE = (OSError, ValueError, IndexError, subprocess.SubprocessError)
 
 class Meter:
     """Reads the VRAM in use. One that hangs (nvidia-smi, a wedged driver) costs a thread, not the caller."""
     def __init__(self, source, read, every=0.05, users=lambda: ()):
         self.source, self.every, self._users = source, every, users     # every: seconds between two readings
-        self.last, self.error, self._got = None, "", []     # _got: what the thread under way has read
+        self.last, self.error = None, ""            # what the last look gave that ended: a Reading, or None
         self._read, self._lock, self._thread = read, threading.Lock(), None
 
     def read(self, seconds=BLIND):
@@ -280,58 +259,48 @@ class Meter:
             return None
         with self._lock:
             if not (self._thread and self._thread.is_alive()):
-                self._got, self._began = [], time.monotonic()
-                self._thread = start(self._attempt, self._got)
-            thread, got, left = self._thread, self._got, self._began + BLIND - time.monotonic()
+                self._thread, self._began = start(self._look), time.monotonic()
+            thread, left = self._thread, self._began + BLIND - time.monotonic()
         if thread:
             thread.join(max(0.0, min(seconds, left)))       # one that hangs is not waited for again
-        if not thread or thread.is_alive():
-            self.error = f"{self.source} does not answer"
-            return None
-        return got[0] if got else None
+        if thread and not thread.is_alive():
+            return self.last
+        self.error = f"{self.source} does not answer"
+
+    def _look(self):
+        try:
+            reading = self._read()
+            if not 0 <= reading.used <= (reading.total or 1024 * GIB):
+                raise ValueError(f"{reading.used} bytes in use is nonsense")
+            self.last, self.error = reading, ""
+        except UNREADABLE as error:
+            self.last, before = None, self.error
+            self.error = f"{self.source}: {error or type(error).__name__}"
+            if self.error != before:
+                log.warning("VRAM cannot be read: %s", self.error)
 
     def users(self):
         """Who has memory on the card, as far as can be told: [{pid, name, mib}], most first; eight."""
         rows = []
-        if thread := start(self._look, rows):           # which may hang as a reading may
+        def look():
+            with contextlib.suppress(*UNREADABLE):
+                rows.extend((mib, pid) for pid, mib in self._users() if mib)
+        if thread := start(look):                       # which may hang as a reading may
             thread.join(BLIND)
-        return sorted(rows, key=lambda row: -row["mib"])[:8]
-
-    def _look(self, rows):
-        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            rows += [{"pid": pid, "name": name_of(pid), "mib": mib} for pid, mib in self._users() if mib]
-
-    def _attempt(self, got):
-        try:
-            reading = self._read()
-            if reading and not 0 <= reading.used <= (reading.total or 1024 * GIB):
-                raise ValueError(f"{reading.used} bytes in use is nonsense")
-            self.last, self.error = reading, ""
-            got.append(reading)
-        except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
-            before, self.error = self.error, f"{self.source}: {error or type(error).__name__}"
-            if self.error != before:
-                log.warning("VRAM cannot be read: %s", self.error)
+        return [{"pid": pid, "name": name_of(pid), "mib": mib} for mib, pid in sorted(rows, reverse=True)[:8]]
 
 def _printed(command):
     """What a command prints, as lines; bounded. Raises ValueError with its own last words when it fails."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=BLIND)
     if done.returncode:
-        words = (done.stderr or done.stdout).strip()[-200:] or "and no word"
-        raise ValueError(f"{command[0]} ended with exit code {done.returncode}: {words}")
+        raise ValueError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-200:]}")
     return done.stdout.strip().splitlines()
 
 def _vram_cmd(command):
-    printed = (_printed(command) or [""])[0].strip()
+    printed = "".join(_printed(command)[:1]).strip()
     if not re.fullmatch(r"\d+(\.\d+)?", printed, re.ASCII):
         raise ValueError(f"{printed[:80]!r} is no number of MiB (a pipe needs sh -c '...')")
     return Reading(int(float(printed) * MIB), None)
-
-def _amdgpu(folder):
-    def number(name):
-        with open(os.path.join(folder, name), encoding="ascii") as file:
-            return int(file.read())
-    return Reading(number("mem_info_vram_used"), number("mem_info_vram_total"))
 
 def _amdgpu_users(address):
     """From the kernel's fdinfo: a process may have the device open often, and each client counts once."""
@@ -342,59 +311,57 @@ def _amdgpu_users(address):
             clients[int(path.partition("/")[0])][fields.get("client-id")] = int(fields["memory-vram"]) >> 10
     return [(pid, sum(sizes.values())) for pid, sizes in clients.items()]
 
-def _nvidia_smi(query):
-    rows = _printed(["nvidia-smi", query, "--format=csv,noheader,nounits"])
-    return [[part.strip() for part in row.split(",")] for row in rows]
+def _amdgpu(device, index):
+    """(total bytes, index, PCI address, Meter) of a card, by its folder in sysfs. Raises OSError."""
+    def read():
+        with open(f"{device}/mem_info_vram_used") as used, open(f"{device}/mem_info_vram_total") as total:
+            return Reading(int(used.read()), int(total.read()))
+    address = os.path.basename(os.path.realpath(device))
+    meter = Meter(f"amdgpu, {device}", read, users=functools.partial(_amdgpu_users, address))
+    return read().total, str(index), address, meter
 
-def _nvidia_users(address):
-    rows = _nvidia_smi("--query-compute-apps=gpu_bus_id,pid,used_memory")
-    return [(int(pid), int(mib)) for bus, pid, mib in rows if bus == address and (pid + mib).isdigit()]
+def _nvidia_smi(columns, address=""):
+    """Rows of words, the first of which is a card's PCI address: of all cards, or of one."""
+    lines = _printed(["nvidia-smi", f"--query-{columns}", "--format=csv,noheader,nounits"])
+    return [row for line in lines if (row := re.split(" *, *", line))[0] == (address or row[0])]
 
-def _nvidia_rows():
-    for index, address, used, total in _nvidia_smi("--query-gpu=index,pci.bus_id,memory.used,memory.total"):
-        yield index, address, Reading(int(used) * MIB, int(total) * MIB)
-
-def _nvidia(address):
-    return next((reading for _, bus, reading in _nvidia_rows() if bus == address), None)
+def _nvidia(address, index, total):
+    """The same of a card that nvidia-smi knows, its total in MiB."""
+    def read():
+        used = _nvidia_smi("gpu=pci.bus_id,memory.used", address)[0][1]
+        return Reading(int(used) * MIB, int(total) * MIB)
+    def users():
+        rows = _nvidia_smi("compute-apps=gpu_bus_id,pid,used_memory", address)
+        return [(int(pid), int(mib)) for _, pid, mib in rows if (pid + mib).isdigit()]
+    return int(total) * MIB, index, address, Meter(f"nvidia-smi {index}", read, 0.25, users)
 
 def cards(environ):
-    """Every card that can be read: (total bytes, index, PCI address, Meter)."""
+    """Every card of this machine that can be read, as _amdgpu() tells of it."""
     root, found = environ.get("STADI_DRM_ROOT") or "/sys/class/drm", []
     for number in range(256):                   # there are gaps, and cards of other makers
-        device = os.path.join(root, f"card{number}", "device")
-        read = functools.partial(_amdgpu, device)
-        with contextlib.suppress(OSError, ValueError):
-            total, address = read().total, os.path.basename(os.path.realpath(device))
-            meter = Meter(f"amdgpu's card{number}/device/mem_info_vram_used", read,
-                          users=functools.partial(_amdgpu_users, address))
-            found.append((total, str(len(found)), address, meter))
-    if shutil.which("nvidia-smi"):
-        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            for index, address, reading in _nvidia_rows():
-                meter = Meter(f"nvidia-smi {index}", functools.partial(_nvidia, address), 0.25,
-                              functools.partial(_nvidia_users, address))
-                found.append((reading.total, index, address, meter))
+        with contextlib.suppress(*UNREADABLE):
+            found.append(_amdgpu(f"{root}/card{number}/device", len(found)))
+    with contextlib.suppress(*UNREADABLE):
+        found += [_nvidia(*row) for row in _nvidia_smi("gpu=pci.bus_id,index,memory.total")]
     return found
 
 def find_meter(settings, environ, comfy=None):
     """The Meter of the card that the settings name; source "none" where nothing can be read. Raises Usage.
     comfy: ComfyUI's reading, or None; it counts where the card may be in another machine."""
     if settings.vram_cmd:
-        if not shutil.which(program := settings.vram_cmd[0]):
-            raise Usage(f"{SETTINGS['vram-cmd']}: {program!r} is not there, or cannot be executed")
+        runnable("vram-cmd", settings.vram_cmd[0])
         return Meter("-vram-cmd", functools.partial(_vram_cmd, settings.vram_cmd), 0.25)
-    other = Meter("ComfyUI", comfy, 0.25) if comfy and settings.gpu != "none" else Meter("none", lambda: None)
+    other = Meter("ComfyUI", comfy, 0.25) if comfy and settings.gpu != "none" else Meter("none", None)
     here = settings.sd or any(url and url.loopback for url in (settings.llm, settings.ollama, settings.comfy))
-    if settings.gpu in ("none", "comfy"):
+    if settings.gpu == "none" or settings.gpu == "comfy" and comfy:
         return other
     found = cards(environ) if here else []      # the container host's own GPU is not the card
     if settings.gpu:
         there = "; ".join(f"{index} is {meter.source} at {address}" for _, index, address, meter in found)
-        # a PCI address counts without its domain, eight digits in nvidia-smi's words and four in sysfs's
-        wanted = settings.gpu.lower().split(":")[-2:]
-        found = [card for card in found if wanted in ([card[1]], card[2].lower().split(":")[-2:])]
+        wanted = settings.gpu.lower()[-7:]      # a PCI address without its domain, which not all write alike
+        found = [card for card in found if wanted in (card[1], card[2].lower()[-7:])]
         if not found:
-            raise Usage(f"{SETTINGS['gpu']}: no card {settings.gpu}; {there or 'none is here'}; leave it out")
+            raise Usage(f"{SETTINGS['gpu']}: no card {settings.gpu!r}; {there or 'none is here'}; see -h")
     return max(found, key=lambda card: card[0])[-1] if found else other
 
 class Vram:
@@ -404,10 +371,8 @@ class Vram:
         self.in_the_way = []    # who had memory when it did not return the last time
         self.floor = None       # bytes: the lowest level after a verified eviction, with nothing resident
         self._clock, self._sleep = clock, sleep
-    def _read(self):
-        return self.meter.read(min(BLIND, self.bound))
     def used(self):
-        return getattr(self._read(), "used", None)
+        return getattr(self.meter.read(min(BLIND, self.bound)), "used", None)
 
     def _is_free(self, used):
         """Whether this is what a free card uses, as far as is known."""
@@ -424,12 +389,12 @@ class Vram:
         began = seen = nudged = level_since = self._clock()
         level = lowest = float("inf")
         while True:
-            reading, now = self._read(), self._clock()
+            used, now = self.used(), self._clock()
             if now - nudged >= NUDGE_SECONDS:
                 nudged = now
                 nudge()
-            if reading:
-                seen, used, lowest = now, reading.used, min(lowest, reading.used)
+            if used is not None:
+                seen, lowest = now, min(lowest, used)
                 if abs(used - level) > STEADY_BYTES:
                     level, level_since = used, now
                 fallen = self.floor is None and before is not None and used < before - STEADY_BYTES
@@ -445,11 +410,10 @@ class Vram:
             if now - began >= self.bound:
                 if verified and lowest < float("inf"):
                     self.floor = lowest
-                used = f"{reading.used / GIB:.1f} GiB still used" if reading else self.meter.error
                 self.in_the_way = self.meter.users()
-                used += "".join(f", {row['mib']} MiB by {row['name']} (pid {row['pid']})"
-                                for row in self.in_the_way)
-                return f"VRAM did not return within {self.bound:g}s (-vram-wait): {used}; went on"
+                words = [self.meter.error if used is None else f"{used / GIB:.1f} GiB still used",
+                         *("{mib} MiB by {name} (pid {pid})".format(**row) for row in self.in_the_way)]
+                return f"VRAM did not return within {self.bound:g}s (-vram-wait): {', '.join(words)}; went on"
             self._sleep(self.meter.every)
 
 # ----- Card -------------------------------------------------------------------------------------------------
@@ -1251,10 +1215,9 @@ class Engine:
             raise Trouble(trouble, answered=True)
 
     def probe(self):
-        """Asked once at the start; a failure is only said."""
-        with contextlib.suppress(Trouble):
-            status, _ = self.ask("GET", self.greeting)
-            self.judge("" if status == 200 else f"GET {self.greeting} gave {status}")
+        """Asked at the start, and by -check. Raises Trouble."""
+        status, _ = self.ask("GET", self.greeting)
+        self.judge("" if status == 200 else f"GET {self.greeting} gave {status}")
 
     def describe(self):
         return {"url": f"http://{self.endpoint}", "kind": self.kind, "error": self.trouble or None}
@@ -1294,7 +1257,6 @@ class Loader(Engine):
 class Router(Loader):
     """llama.cpp's router: llama-server without a model."""
     name, title = "llama", "llama.cpp's router"
-    probe = Loader.resident
     HOLDING = ("loading", "loaded", "sleeping")     # an unload would stop a download
 
     def __init__(self, endpoint, key, busy_wait, unload_wait):
@@ -1315,6 +1277,11 @@ class Router(Loader):
         self.judge(trouble)
         return {str(name): row["status"].get("value") for row in rows
                 for name in (row.get("id"), *(row.get("aliases") or ())) if name}
+
+    def probe(self):
+        loaded = [name for name, status in self.models().items() if status == "loaded"]
+        if loaded and self.slots(loaded[0])[0] == 501:
+            raise Trouble("it has no /slots (--no-slots): what outlives its client is not seen")
 
     def _holding(self):
         return [name for name, status in self.models().items() if status in self.HOLDING]
@@ -3111,91 +3078,57 @@ MODEL_FLAGS = ("-m --model --diffusion-model --high-noise-diffusion-model --llm 
 def findings(settings, environ):
     """-check: (ok, warning or error; what was found, what to do). A warning may be mended by waiting."""
     log.disabled = True                                 # what an engine lacks is said here
-    yield from sd_findings(settings) if settings.sd else ()
-    yield from router_findings(settings) if settings.llm else ()
-    comfy = settings.comfy and Comfy(settings.comfy, 0, 0, None)
-    for engine in filter(None, (settings.ollama and Ollama(settings.ollama, 0), comfy)):
-        engine.probe()
-        text = engine.trouble or f"answers at http://{engine.endpoint}"
-        yield "warning" if engine.trouble else "ok", f"{engine.title}, {SETTINGS[engine.name]}: {text}"
     try:
-        meter = find_meter(settings, environ, comfy and comfy.reading)
+        yield from sd_findings(settings) if settings.sd else ()
+        world = build(settings, environ)
+        yield from engine_findings(world.engines.values())
+        meter = world.eyes.vram.meter
         reading = meter.read()
         yield ("ok", f"VRAM: {reading.used / GIB:.1f} GiB used, read by {meter.source}") if reading else (
-            "warning", "VRAM cannot be read" + (f": {meter.error}" if meter.error else
-                       " here: only exits and unloads are waited for; give -vram-cmd if a command can tell"))
+            "warning", f"VRAM cannot be read here: {meter.error or 'give -vram-cmd if a command can tell'}")
+        for server in listen(world):
+            yield "ok", f"port {server.server_address[1]} is free for {server.front.name}"
     except Usage as error:
         yield "error", str(error)
-    for flag in ("listen", "sd", "listen-ollama", "listen-comfy"):
-        endpoint = getattr(settings, flag.replace("-", "_"))
-        if endpoint and (inodes := listeners(endpoint.port)):
-            own = flag == "sd" and orphans(endpoint.port)
-            advice = "left behind by stadi: the next start ends it" if own else "end it, or take another port"
-            yield ("warning" if own else "error",
-                   f"port {endpoint.port} (-{flag}) is held by {who_listens(inodes)}; {advice}")
-        elif endpoint:
-            yield "ok", f"port {endpoint.port} (-{flag}) is free"
-
-def sd_program(settings):
-    """The path of the sd-server program. Raises Usage."""
-    if path := shutil.which(settings.sd_bin):
-        return path
-    wrong = ("is a folder" if os.path.isdir(settings.sd_bin) else
-             "cannot be executed; chmod +x" if os.path.exists(settings.sd_bin) else
-             f"is not {'there' if '/' in settings.sd_bin else 'on PATH'}")
-    raise Usage(f"{SETTINGS['sd-bin']}: {settings.sd_bin!r} {wrong}; name sd-server's path, or -sd off")
 
 def sd_findings(settings):
-    try:
-        yield "ok", f"sd-server: {sd_program(settings)}"
-    except Usage as error:
-        yield "error", str(error)
-    for flag, value in zip(settings.sd_args, settings.sd_args[1:]):
-        if flag in MODEL_FLAGS:
-            wrong = "is a folder" if os.path.isdir(value) else f"there is no file {os.path.abspath(value)}"
-            yield ("ok", f"model {flag} {value}") if os.path.isfile(value) else (
-                "error", f"model {flag} {value}: {wrong} (-sd-args)")
-    yield from [("warning", text) for text in sd_warnings(settings)] or [
-        ("ok", f"-sd-args agree with -sd (port {settings.sd.port})")]
-    folder = settings.sd_log_dir
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-        yield "error", f"{SETTINGS['sd-log-dir']}: {folder} is no folder that can be written"
+    """Of the child that is to be: (ok, warning or error; text). Raises Usage where it cannot be run."""
+    words, wanted = settings.sd_args, str(settings.sd.port)
+    values = dict(zip(words, words[1:]))
+    for flag in filter(values.get, MODEL_FLAGS):
+        there = os.path.isfile(path := os.path.abspath(values[flag]))
+        yield "ok" if there else "error", f"-sd-args: {flag}: {'' if there else 'there is no file '}{path}"
+    port = values.get("--listen-port", "1234")
+    if port != wanted:
+        yield "warning", f"-sd-args: it will listen on {port}, -sd says {wanted}; write --listen-port {wanted}"
+    if any(word.startswith("--params-backend") for word in words):
+        yield "warning", "-sd-args: --params-backend disables --auto-fit (VAE tiling); leave it out"
+    if inodes := listeners(settings.sd.port):
+        left = orphans(settings.sd.port)
+        yield ("warning", f"port {wanted} (-sd): left behind by stadi, the next start ends it") if left else (
+            "error", f"port {wanted} (-sd) is held by {who_listens(inodes)}; end it, or take another port")
+    yield "ok", f"sd-server: {runnable('sd-bin', settings.sd_bin)}"
 
-def sd_warnings(settings):
-    """What in -sd-args will not do what its writer thinks."""
-    words, wanted = settings.sd_args, settings.sd.port
-    port = next((value for flag, value in zip(words, words[1:]) if flag == "--listen-port"), "1234")
-    if port != str(wanted):
-        yield f"-sd-args: sd-server will listen on {port}, -sd says {wanted}; write --listen-port {wanted}"
-    if any(word.partition("=")[0] == "--params-backend" for word in words):
-        yield "-sd-args: --params-backend disables --auto-fit (VAE tiling); leave it out (--backend is safe)"
-    if not {"-m", "--model", "--diffusion-model"} & set(words):
-        yield "-sd-args: no model in it; write -m /path/to/model, or --diffusion-model"
-
-def router_findings(settings):
-    router, at = Router(settings.llm, settings.llm_key, 0, 0), f"router at http://{settings.llm}"
-    try:
-        models = router.models()
-        yield "ok", f"{at}: {len(models)} models"
-        loaded = [name for name, status in models.items() if status == "loaded"]
-        if loaded and router.slots(loaded[0])[0] == 501:
-            yield "warning", "the router has no /slots (--no-slots): what outlives its client is not seen"
-    except Trouble as error:
-        yield ("error" if error.answered else "warning"), f"{at} (-llm): {error}"
+def engine_findings(engines):
+    """Whether they answer, and as what they should. What is wrong is logged as well, as always."""
+    for engine in (each for each in engines if each.name != "sd"):      # a child: nothing is there yet
+        at = f"{engine.title} at http://{engine.endpoint}"
+        try:
+            engine.probe()
+            yield "ok", at
+        except Trouble as error:
+            yield "error" if error.answered else "warning", f"{at}: {error}"
 
 def build(settings, environ):
     """The world: engines, card and eyes, wired. Raises Usage where it cannot work."""
     llama = settings.llm and Router(settings.llm, settings.llm_key, settings.busy_wait, settings.vram_wait)
-    sd = settings.sd and Sd(settings.sd, [sd_program(settings), *settings.sd_args], settings.sd_log_dir,
+    sd = settings.sd and Sd(settings.sd, [settings.sd_bin, *settings.sd_args], settings.sd_log_dir,
                             settings.idle, settings.load_wait, settings.render_wait)
     ollama = settings.ollama and Ollama(settings.ollama, settings.unload_timeout)
     comfy = settings.comfy and Comfy(settings.comfy, settings.comfy_keep, settings.job_timeout,
                                      lambda: vram.used())
     engines, eyes = {engine.name: engine for engine in (llama, sd, ollama, comfy) if engine}, Eyes()
-    meter = find_meter(settings, environ, comfy and comfy.reading)
-    vram = Vram(meter, settings.free_gib, settings.vram_wait)
+    vram = Vram(find_meter(settings, environ, comfy and comfy.reading), settings.free_gib, settings.vram_wait)
     lease = Lease(None)
     card = Card([*engines.values(), lease], vram, tell=eyes.tell)
     eyes.card, eyes.vram, eyes.engines = card, vram, engines
@@ -3219,46 +3152,45 @@ def listen(world):
         try:
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE and f" by {who_listens(listeners(endpoint.port))}; end it"
-            raise Usage(f"{SETTINGS[flag]}: {endpoint}: {error.strerror}{taken or ''}") from None
+            held = listeners(endpoint.port)
+            words = f"{error.strerror}, by {who_listens(held)}; end it" if held else error.strerror
+            raise Usage(f"{SETTINGS[flag]}: {endpoint}: {words}") from None
     return servers
 
 def serve(settings, environ):
-    """Run until a signal. Returns the exit code."""
+    """Run until a signal. Returns the exit code. Raises Usage."""
     world = build(settings, environ)
     if sd := world.engines.get("sd"):
         end_orphans(settings.sd.port)
-        for text in sd_warnings(settings):
-            log.warning("%s", text)
+        for level, finding in sd_findings(settings):
+            log.log(logging.DEBUG if level == "ok" else logging.WARNING, "%s", finding)
     servers = listen(world)
     # a signal may go to any thread, and a main thread in a lock never learns of it: that one writes here
     signals, wake = socket.socketpair()
     wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wake.fileno())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    probes = [engine.probe for engine in world.engines.values()]
-    for target in (world.card.run, world.watcher.run, world.eyes.sample, *probes):
+    for target in (world.card.run, world.watcher.run, world.eyes.sample):
         start(target)
+    start(list, engine_findings(world.engines.values()))
     for server in servers:
         start(server.serve_forever)
         at = Endpoint(*server.server_address[:2])
         log.info("stadi %s answers on http://%s for %s; VRAM by %s; its page: http://%s/stadi", VERSION, at,
                  server.front.name, world.eyes.vram.meter.source, at)
     log.info("ending: %s", signal.Signals(signals.recv(1)[0]).name)
-    start(force, signals, sd)
+    def force():                            # a second signal: no grace for anybody
+        signals.recv(1)
+        if sd and sd.child:
+            sd.child.stop(0, 1.0)
+        os._exit(0)
+    start(force)
     world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), settings.grace)
     if sd and not sd.close():
         log.error("sd-server (pid %d) does not end", sd.child.pid)
     time.sleep(0.05)                        # who was refused by the end gets to read it
     return 0
-
-def force(signals, sd):
-    """A second signal: no grace for anybody."""
-    signals.recv(1)
-    if sd and sd.child:
-        sd.child.stop(0, 1.0)
-    os._exit(0)
 
 def main(argv, environ):
     try:
@@ -3277,19 +3209,14 @@ def main(argv, environ):
         handler.setFormatter(LogFormat())
         logging.basicConfig(handlers=[handler], level=settings.log_level.upper())
         logging.raiseExceptions = False         # a full disk must not end anything
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard > 0 else 65536, hard))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard > 0 else 65536, hard))
         return serve(settings, environ)
-    except Usage as error:
+    except (Usage, Trouble) as error:
         print(f"stadi: {error}", file=sys.stderr)
-        return 2
-    except Trouble as error:
-        print(f"stadi: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, Usage) else 1
     except KeyboardInterrupt:
         return 130
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:], os.environ)
-    os._exit(code)                          # threads that wait for clients and engines hold nothing any more
+    os._exit(main(sys.argv[1:], os.environ))    # threads that wait for clients hold nothing any more
