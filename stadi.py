@@ -1220,7 +1220,7 @@ class Engine:
     ready = _nothing        # (cancelled): make it usable; True if it was not. Raises Refused, GivenUp
     spares = _nothing       # (path, request, body): whether this request plainly never uses the GPU
     job_of = _nothing       # (path, status, body): the id of the job that goes on after this answer, or None
-    ended = _nothing        # (job, seconds left): "ended", "queued" behind others, or what else it is seen to do
+    ended = _nothing        # (job, seconds left): "ended"; "queued" behind others; else it runs, or who knows
     finished = _nothing     # (job): it has ended; called by its follower before the card is let go
     give_up = _nothing      # (job; None: of unknown id): it outlived its bound, or lost its hold by hand
 
@@ -1260,9 +1260,8 @@ class Engine:
 class Loader(Engine):
     """One that loads models on demand, and unloads them by request. _holding() names those that have VRAM;
     _unload(name, asked) asks one to go, and adds it to asked if once is enough. Both raise Trouble."""
-    kind, pause = LLM, 0.05     # pause: seconds between its first two polls
+    kind, pause, bounded_by = LLM, 0.05, "-vram-wait"       # pause: seconds between its first two polls
     doubtful = False            # its list can be empty for a moment (a reload), or not come at all
-    bounded_by = "-vram-wait"
 
     def resident(self):
         with contextlib.suppress(Trouble):
@@ -1340,7 +1339,7 @@ class Sd(Engine):
     def __init__(self, endpoint, argv, folder, idle_after, load_wait, render_wait):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._load_wait = idle_after or None, render_wait, load_wait
-        self._argv, self._folder, self._closed = argv, folder, False
+        self._argv, self._folder = argv, folder
         self.child, self._lock, self._results = None, threading.Lock(), {}    # id -> (when, the answer)
 
     def resident(self):
@@ -1361,11 +1360,11 @@ class Sd(Engine):
         return Eviction(there, True)
 
     def close(self):
-        """Stop the child for good: stadi ends. True when it is gone."""
-        self._closed = True
+        """stadi ends, and the child before it. True when it is gone."""
         return not self.child or self.child.stop(1.5, 2.0)
 
     def ready(self, cancelled):
+        """Ready is: alive, it (not a stranger) listens, it answers. The port opens only after the load."""
         if self.serving:
             return False
         self.evict()
@@ -1373,11 +1372,19 @@ class Sd(Engine):
             if inodes := listeners(self.endpoint.port):
                 raise SpawnError(f"port {self.endpoint.port} is held by {who_listens(inodes)}; end it, or let"
                                  " sd-server have another port (-sd, and --listen-port in -sd-args)")
-            if self._closed:
-                raise SpawnError("stadi is ending")
-            self.child = Child(self._argv, self.endpoint.port, self._folder)
-            log.info("sd-server started: pid %d, log %s", self.child.pid, self.child.log_file)
-            self._await(self.child, cancelled)
+            self.child = child = Child(self._argv, self.endpoint.port, self._folder)
+            log.info("sd-server started: pid %d, log %s", child.pid, child.log_file)
+            while not child.ready:
+                if child.gone.wait(0.05):
+                    raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
+                if cancelled.is_set():
+                    raise GivenUp
+                if time.monotonic() > child.since + self._load_wait:
+                    raise SpawnError(f"no answer in {self._load_wait:g}s (-load-wait); log: {child.log_file}")
+                with contextlib.suppress(Trouble):
+                    if child.listening():
+                        call(self.endpoint, "GET", "/sdcpp/v1/capabilities")
+                        child.ready = child.listening()     # once more: who answered was the child
             return True
         except (GivenUp, SpawnError) as error:
             self.evict()
@@ -1385,22 +1392,6 @@ class Sd(Engine):
                 raise
             self.note(str(error))
             raise Refused(502, f"sd-server did not start: {error}", "engine_error") from None
-
-    def _await(self, child, cancelled):
-        """Ready is: alive, it (not a stranger) listens, it answers. The port opens only after the load."""
-        end, pause = time.monotonic() + self._load_wait, 0.02
-        while not child.ready:
-            if child.gone.wait(pause):
-                raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
-            if cancelled.is_set():
-                raise GivenUp
-            if child.listening():
-                with contextlib.suppress(Trouble):
-                    call(self.endpoint, "GET", "/sdcpp/v1/capabilities")
-                    child.ready = child.listening()     # once more: who answered was the child
-            if time.monotonic() > end and not child.ready:
-                raise SpawnError(f"no answer within {self._load_wait:g}s (-load-wait); log: {child.log_file}")
-            pause = min(0.1, pause * 1.2)
 
     def job_of(self, path, status, body):
         return job_in(body, "id") if status == 202 and path in self.jobs else None
@@ -1488,7 +1479,7 @@ class Comfy(Engine):
     def __init__(self, endpoint, keep, job_timeout, used):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
-        self._vram, self._before = "used", None     # asked: to /free it, at so many bytes; freed: that was seen
+        self._vram, self._before = "used", None         # asked: to /free it, at so many bytes; freed: seen
         self.given_up, self._stuck_since = [], None     # given_up: ids of jobs that nobody follows any more
 
     def reading(self):
@@ -1635,11 +1626,7 @@ PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, n
 
 OWN_PATHS = r"/status|/healthz|/gpu-turnstile/release|/stadi(?:/(?:events|free|load|lease|release))?"
 
-def first_rows(engine):
-    return ((("OPTIONS",), r".*", PASS, engine), (None, OWN_PATHS, OWN, ""))
-
 LLAMA_SD = (        # methods (None: all), path, class (two: without, with a model in the query), engine
-    *first_rows("llama"),
     (READS, r"/metrics", (OWN, WATCH), "llama"),
     (("POST",), r"/v1/images/.+|/sdapi/v1/(?:txt2img|img2img)|/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
     (None, r"/v1/images/.+|/sdapi(?:/.*)?|/sdcpp(?:/.*)?", WATCH, "sd"),
@@ -1650,13 +1637,13 @@ LLAMA_SD = (        # methods (None: all), path, class (two: without, with a mod
     (("POST",), r"/v1/chat/completions/control", STEER, "llama"),
     (None, r".*", TAKE, "llama"))
 
-def passing_table(engine, gated, own=()):
-    """The table of a front that passes everything but its own rows and the gated POSTs."""
-    return (*first_rows(engine), *own, (("POST",), gated, TAKE, engine), (None, r".*", PASS, engine))
+def passing(engine, gated, *own):
+    """The rows of a front that passes everything but its own and the gated POSTs."""
+    return (*own, (("POST",), gated, TAKE, engine), (None, r".*", PASS, engine))
 
-OLLAMA_TABLE = passing_table(
+OLLAMA = passing(
     "ollama", r"/api/(?:generate|chat|embed|embeddings)|/v1/(?:(?:chat/)?completions|embeddings|responses"
-    r"|messages|audio/transcriptions|images/generations|images/edits)", ((READS, r"/metrics", OWN, ""),))
+    r"|messages|audio/transcriptions|images/generations|images/edits)", (READS, r"/metrics", OWN, ""))
 
 def decoded(text):
     """Percent-decoding as the engines' HTTP library does it: %XX, and %uXXXX."""
@@ -1664,13 +1651,8 @@ def decoded(text):
 
 def cleaned(path):
     """The path without fragment, doubled slashes, dot segments and trailing slash."""
-    parts = []
-    for part in path.partition("#")[0].replace("\\", "/").split("/"):
-        if part == "..":
-            del parts[-1:]
-        elif part not in ("", "."):
-            parts.append(part)
-    return "/" + "/".join(parts)
+    path = path.partition("#")[0].replace("\\", "/").replace("\0", "?")     # Python 3.11.3 ends it at a NUL
+    return os.path.normpath("/" + path.lstrip("/"))
 
 def query_values(query, key):
     """All values of a key in a query, decoded as the router decodes them."""
@@ -1679,29 +1661,29 @@ def query_values(query, key):
     pairs = (part.partition("=") for part in query.replace("+", " ").split("&"))
     return [decoded(value) for name, _, value in pairs if decoded(name) == key]
 
-class Table:
-    """The routes of one front. strict: what does not look canonical never passes without the card."""
-    def __init__(self, rows, strict):
-        self._rows, self._strict = rows, strict
-        self._route = functools.lru_cache(4096)(self._route)
+def table(engine, rows, strict=False):
+    """How a front classifies: a function of a request's method and its target as it came to its Route; raises
+    BadMessage. strict: what does not look canonical never passes without the card."""
+    rows = ((("OPTIONS",), r".*", PASS, engine), (None, OWN_PATHS, OWN, ""), *rows)
 
-    def _row(self, method, path):
-        """Each table's last row is for everything."""
-        return next((kind, engine) for methods, pattern, kind, engine in self._rows
+    def row(method, path):
+        """(class, engine); the last row is for everything."""
+        return next((kind, engine) for methods, pattern, kind, engine in rows
                     if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL))
 
-    def _route(self, method, path, named):
-        clean, row = cleaned(decoded(path)), self._row(method, path)
-        strict = self._strict and row[0] in (PASS, WATCH) and method != "OPTIONS"
-        if strict and not re.fullmatch(PLAIN, path) or row != self._row(method, clean):
+    @functools.lru_cache(4096)
+    def route(method, path, named):
+        clean, (kind, engine) = cleaned(decoded(path)), row(method, path)
+        plain = kind not in (PASS, WATCH) or method == "OPTIONS" or re.fullmatch(PLAIN, path)
+        if strict and not plain or row(method, clean) != (kind, engine):
             raise BadMessage("this path can be read in two ways; write it plainly")
-        kind, engine = row
         return Route(kind[named] if type(kind) is tuple else kind, engine, clean)
 
-    def classify(self, method, target):
-        """The Route of a request by its method and its target as it came. Raises BadMessage."""
+    def classify(method, target):
         path, _, query = target.partition("?")
-        return self._route(method, path, bool(query and query_values(query, "model")))
+        return route(method, path, bool(query and query_values(query, "model")))
+
+    return classify
 
 # ----- Wire -------------------------------------------------------------------------------------------------
 # What is ambiguous is refused, never repaired. One compiled expression judges a whole head, in C, without
@@ -2607,7 +2589,7 @@ def own_origin(origin, host, allowed):
 
 # One listening address. strict: stadi is the only guard of these engines (Host, Origin, no body on a GET);
 # limits: kind -> seconds that a request waits for the card; gates: paths whose errors are read as ComfyUI's.
-Front = collections.namedtuple("Front", "name table strict limits gates", defaults=[()])
+Front = collections.namedtuple("Front", "name classify strict limits gates", defaults=[()])
 
 class Server(http.server.ThreadingHTTPServer):
     """Accepts; a thread for each connection. Never ends: main leaves the process."""
@@ -2718,7 +2700,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _serve(self, request):
         """Answer one request; True if the connection may go on."""
-        route = self.front.table.classify(request.method, request.target)
+        route = self.front.classify(request.method, request.target)
         self.route_kind, request.upgrade = route.kind, request.upgrade and route.kind == PASS
         self._guard(request, route)
         if route.kind == OWN:
@@ -3202,13 +3184,13 @@ def listen(world):
     settings, servers = world.settings, []
     limits = {LLM: settings.busy_wait, IMAGE: settings.image_wait}
     gates = tuple(f"{prefix}{path}" for prefix in ("", "/api") for path in ("/prompt", *settings.comfy_gate))
-    comfy = passing_table("comfy", "|".join(map(re.escape, gates)))     # each of its routes exists twice
+    comfy = passing("comfy", "|".join(map(re.escape, gates)))       # each of its routes exists twice
     for flag, endpoint, front in (
-            ("listen", settings.listen, Front("llama/sd", Table(LLAMA_SD, True), True, limits)),
+            ("listen", settings.listen, Front("llama/sd", table("llama", LLAMA_SD, True), True, limits)),
             ("listen-ollama", settings.ollama and settings.listen_ollama,
-             Front("ollama", Table(OLLAMA_TABLE, False), False, {LLM: settings.llm_wait_timeout})),
+             Front("ollama", table("ollama", OLLAMA), False, {LLM: settings.llm_wait_timeout})),
             ("listen-comfy", settings.comfy and settings.listen_comfy,
-             Front("comfy", Table(comfy, False), False, limits, gates))):
+             Front("comfy", table("comfy", comfy), False, limits, gates))):
         try:
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
