@@ -1139,8 +1139,8 @@ class Child:
         return self.gone.is_set()
 
 # ----- Engines ----------------------------------------------------------------------------------------------
-CALL_SECONDS, HURRY_SECONDS, CALL_BYTES = 5.0, 1.0, 16 * MIB    # bounds on one call of stadi's own
-POLL_LAST, WARM_SECONDS, JOB_SECONDS, QUEUE_BYTES = 0.5, 600.0, 30.0, 64 * MIB   # ComfyUI is slow, its queue
+CALL_SECONDS, HURRY_SECONDS, CALL_BYTES = 5.0, 1.0, 64 * MIB    # bounds on one call (ComfyUI's queue is long)
+POLL_LAST, WARM_SECONDS, JOB_SECONDS = 0.5, 600.0, 30.0         # JOB: ComfyUI answers late while it loads
 FORCE_SECONDS, RESULT_SECONDS, RESULT_BYTES = 2.0, 600.0, 256 * MIB     # results: of a child that may be gone
 
 class Trouble(ValueError):
@@ -1153,34 +1153,6 @@ def abort(connection):
     """Wake whoever waits on an http.client connection, from any thread."""
     with contextlib.suppress(OSError, AttributeError):
         connection.sock.shutdown(socket.SHUT_RDWR)
-
-def call(endpoint, method, path, body=None, headers=(), seconds=CALL_SECONDS, most=CALL_BYTES, hold=None):
-    """One request of stadi's own: (status, body). Bounded as a whole; cut with its hold. Raises Trouble."""
-    connection = http.client.HTTPConnection(*endpoint, timeout=seconds)
-    over, began = threading.Event(), time.monotonic()
-    try:
-        if hold:
-            hold.on_revoke = functools.partial(abort, connection)
-        connection.connect()
-        start(lambda: over.wait(seconds) or abort(connection))      # without it each recv is bounded, not all
-        if hold and hold.revoked:
-            raise ValueError(hold.revoked)
-        connection.request(method, path, None if body is None else json.dumps(body),
-                           {"Connection": "close", "Content-Type": "application/json", **dict(headers)})
-        answer = connection.getresponse()
-        content = answer.read(most + 1)
-        if len(content) > most or answer.length:
-            raise ValueError(f"the answer was cut short, or is longer than {most >> 20} MiB")
-        return answer.status, content
-    except ConnectionRefusedError:
-        raise Trouble(f"nothing listens on {endpoint}; is it running?") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        late = time.monotonic() - began >= seconds
-        why = f"no answer within {seconds:g}s" if late else getattr(error, "strerror", "") or str(error)
-        raise Trouble(f"{endpoint} {method} {path}: {why or type(error).__name__}") from None
-    finally:
-        over.set()
-        connection.close()
 
 def parsed(content, **hooks):
     """JSON, or None for what is none."""
@@ -1198,7 +1170,7 @@ class Engine:
     """What the Card and the followers ask of an engine. A new one is a class and one line in the wiring."""
     name, kind, title = "nobody", "idle", ""        # as it is, it stands for the card freed by hand
     greeting, hint = "", ""     # what it is asked once at the start; what to say to those who wait for it
-    headers = ()                # of stadi's own calls to it
+    headers = {}                # of stadi's own calls to it
     idle_after = None           # seconds without a hold until the card frees itself of it; None never
     busy_limit = 0              # seconds to wait for work that only it knows of; 0: a waiter's limit ends it
     job_bound = 0               # seconds that one job may take; 0 none
@@ -1224,30 +1196,50 @@ class Engine:
     finished = _nothing     # (job): it has ended; called by its follower before the card is let go
     give_up = _nothing      # (job; None: of unknown id): it outlived its bound, or lost its hold by hand
 
-    def ask(self, method, path, body=None, seconds=None, most=CALL_BYTES):
-        """(status, parsed JSON) of one call, with what went wrong remembered. Raises Trouble."""
+    def ask(self, method, path, body=None, seconds=None, most=CALL_BYTES, hold=None):
+        """One request of stadi's own: (status, body). Bounded as a whole; cut with its hold; or Trouble."""
+        seconds = seconds or self._patience
+        connection = http.client.HTTPConnection(*self.endpoint, timeout=seconds)
+        over, began = threading.Event(), time.monotonic()
         try:
-            status, content = call(self.endpoint, method, path, body, self.headers,
-                                   seconds or self._patience, most)
-            return status, parsed(content)
-        except Trouble as error:
-            self.note(str(error))
-            raise
+            if hold:
+                hold.on_revoke = functools.partial(abort, connection)
+            connection.connect()
+            start(lambda: over.wait(seconds) or abort(connection))      # without: only each recv is bounded
+            if hold and hold.revoked:
+                raise ValueError(hold.revoked)
+            connection.request(method, path, body and json.dumps(body), {
+                "Connection": "close", "Content-Type": "application/json", **self.headers})
+            answer = connection.getresponse()
+            content = answer.read(most + 1)
+            if len(content) > most or answer.length:
+                raise ValueError(f"the answer was cut short, or is longer than {most >> 20} MiB")
+            return answer.status, content
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if hold and hold.revoked:
+                raise Trouble(hold.revoked) from None
+            late = time.monotonic() - began >= seconds
+            why = f"no answer in {seconds:g}s" if late else getattr(error, "strerror", "") or str(error)
+            raise self.note(f"{self.endpoint} {method} {path}: {why or type(error).__name__}") from None
+        finally:
+            over.set()
+            connection.close()
 
-    def look(self, path, take, advice=(), **bounds):
+    def look(self, path, take, seconds=None, advice=()):
         """What take(answer) finds in the JSON that a GET gives. Raises Trouble; its words: advice[status]."""
-        status, answer = self.ask("GET", path, **bounds)
+        status, content = self.ask("GET", path, seconds=seconds)
         with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
             if status == 200:
-                return take(answer)
-        self.note(dict(advice).get(status, f"GET {path} gave {status} and nothing that can be used"))
-        raise Misfit(self.trouble)
+                return take(parsed(content))
+        text = dict(advice).get(status, f"GET {path} gave {status} and nothing that can be used")
+        raise self.note(text, Misfit)
 
-    def note(self, trouble):
-        """Remember, and log once, what is wrong with this engine; "" when nothing is."""
+    def note(self, trouble, kind=Trouble):
+        """Remember, and log once, what is wrong with this engine ("": nothing); returned, to be raised."""
         if trouble and trouble != self.trouble:
             log.warning("%s: %s", self.title, trouble)
         self.trouble = trouble
+        return kind(trouble)
 
     def probe(self):
         """Asked once at the start; a failure is only said."""
@@ -1258,34 +1250,32 @@ class Engine:
         return {"url": f"http://{self.endpoint}", "kind": self.kind, "error": self.trouble or None}
 
 class Loader(Engine):
-    """One that loads models on demand, and unloads them by request. _holding() names those that have VRAM;
+    """One that loads models on demand, and unloads them by request. holding() names those that have VRAM;
     _unload(name, asked) asks one to go, and adds it to asked if once is enough. Both raise Trouble."""
     kind, pause, bounded_by = LLM, 0.05, "-vram-wait"       # pause: seconds between its first two polls
     doubtful = False            # its list can be empty for a moment (a reload), or not come at all
 
     def resident(self):
         with contextlib.suppress(Trouble):
-            holding = self._holding()
+            holding = self.holding()
             self.note("")
             return bool(holding)
 
     def evict(self):
         asked, empty, pause, end = set(), 0, self.pause, time.monotonic() + self._bound
         while True:
-            failed = ""
             try:
-                holding = self._holding()
+                holding = self.holding()
                 empty = 0 if holding else empty + 1
                 if empty > bool(asked and self.doubtful):
                     return Eviction(bool(asked), True)
-                for name in holding:
-                    if name not in asked:
-                        self._unload(name, asked)
+                for name in set(holding) - asked:
+                    self._unload(name, asked)
+                note, done = f"kept {', '.join(holding)} for {self._bound:g}s ({self.bounded_by})", False
             except Trouble as error:
-                failed = f"could not be unloaded: {error}"
-            if time.monotonic() > end or failed and not (asked and self.doubtful):
-                note = failed or f"still has {', '.join(holding)} after {self._bound:g}s ({self.bounded_by})"
-                return Eviction(bool(asked) or not failed, False, f"{self.title} {note}; went on")
+                note, done = f"could not be unloaded: {error}", not (asked and self.doubtful)
+            if done or time.monotonic() > end:
+                return Eviction(bool(asked) or not done, False, f"{self.title} {note}; went on")
             time.sleep(pause)
             pause = min(POLL_LAST, pause * 1.5)
 
@@ -1300,14 +1290,11 @@ class Router(Loader):
         super().__init__(endpoint, unload_wait)
         self.busy_limit, self.headers = busy_wait, {"Authorization": f"Bearer {key}"} if key else {}
 
-    def models(self):
-        """{model's id or alias: status}. Raises Trouble when this is no router, or does not answer as one."""
-        return self.look("/models", lambda answer: {
-            str(name): row["status"].get("value") for row in answer["data"]
-            for name in (row.get("id"), *(row.get("aliases") or ())) if name}, self.ADVICE)
+    def holding(self, statuses=("loading", "loaded", "sleeping")):      # an unload would stop a download
+        return self.look("/models", lambda answer: [
+            str(name) for row in answer["data"] if row["status"].get("value") in statuses
+            for name in (row.get("id"), *(row.get("aliases") or ())) if name], advice=self.ADVICE)
 
-    def _holding(self, statuses=("loading", "loaded", "sleeping")):     # an unload would stop a download
-        return [name for name, status in self.models().items() if status in statuses]
     def _unload(self, name, asked):
         if self.ask("POST", "/models/unload", {"model": name})[0] in (200, 400):
             asked.add(name)
@@ -1315,19 +1302,19 @@ class Router(Loader):
     def busy(self):
         """Generations outlive connections. Only `loaded` models are asked: asking a sleeping one wakes it."""
         with contextlib.suppress(Trouble):
-            return any(member(slot, "is_processing") for name in self._holding(("loaded",))
+            return any(member(slot, "is_processing") for name in self.holding(("loaded",))
                        for slot in self.slots(name))
 
     def slots(self, name):
         """A model's slots; none where the router does not tell (--no-slots)."""
         query = urllib.parse.urlencode({"model": name, "autoload": "false"})
-        slots = self.ask("GET", f"/slots?{query}")[1]
+        slots = parsed(self.ask("GET", f"/slots?{query}")[1])
         return slots if isinstance(slots, list) else ()
 
     def loaded(self, wanted):
         """Whether each of these models is loaded, so that asking about them loads nothing."""
         with contextlib.suppress(Trouble):
-            return set(wanted) <= set(self._holding(("loaded",)))
+            return set(wanted) <= set(self.holding(("loaded",)))
 
 class Sd(Engine):
     """stable-diffusion.cpp's sd-server, as stadi's child."""
@@ -1359,10 +1346,6 @@ class Sd(Engine):
         self.note("")
         return Eviction(there, True)
 
-    def close(self):
-        """stadi ends, and the child before it. True when it is gone."""
-        return not self.child or self.child.stop(1.5, 2.0)
-
     def ready(self, cancelled):
         """Ready is: alive, it (not a stranger) listens, it answers. The port opens only after the load."""
         if self.serving:
@@ -1383,8 +1366,9 @@ class Sd(Engine):
                     raise SpawnError(f"no answer in {self._load_wait:g}s (-load-wait); log: {child.log_file}")
                 with contextlib.suppress(Trouble):
                     if child.listening():
-                        call(self.endpoint, "GET", "/sdcpp/v1/capabilities")
+                        self.ask("GET", "/sdcpp/v1/capabilities")
                         child.ready = child.listening()     # once more: who answered was the child
+            self.note("")
             return True
         except (GivenUp, SpawnError) as error:
             self.evict()
@@ -1400,7 +1384,8 @@ class Sd(Engine):
         """Its result is kept: the child's memory ends with the child."""
         try:
             path = f"/sdcpp/v1/jobs/{urllib.parse.quote(job, safe='')}"
-            status, content = call(self.endpoint, "GET", path, seconds=seconds, most=RESULT_BYTES)
+            status, content = self.ask("GET", path, seconds=seconds, most=RESULT_BYTES)
+            self.note("")
         except Trouble:
             return None if self.serving else "ended"
         state = member(parsed(content), "status") if status == 200 else None
@@ -1438,7 +1423,7 @@ class Ollama(Loader):
     pause, doubtful, bounded_by = 0.1, True, "-unload-timeout"
     NOTHING = {"/api/generate": ({}, {"prompt": ""}), "/api/chat": ({}, {"messages": []})}     # to generate
 
-    def _holding(self):
+    def holding(self):
         return self.look("/api/ps", lambda answer: [str(row["name"]) for row in answer["models"]])
 
     def _unload(self, name, asked):
@@ -1461,12 +1446,11 @@ class Ollama(Loader):
     def warm(self, card, hold, model):
         """Load a model as work that nobody waits for: cut as soon as a request for another engine waits."""
         try:
-            status, _ = call(self.endpoint, "POST", "/api/generate", {"model": model, "keep_alive": -1},
-                             seconds=WARM_SECONDS, hold=hold)
-            if status != 200:
-                log.warning("%s could not warm %s: status %d", self.title, model, status)
+            body = {"model": model, "keep_alive": -1}
+            status, _ = self.ask("POST", "/api/generate", body, seconds=WARM_SECONDS, hold=hold)
+            log.info("warming %s ended with status %d", model, status)
         except Trouble as error:
-            log.info("warming %s ended: %s", model, hold.revoked or error)
+            log.info("warming %s ended: %s", model, error)
         finally:
             card.release(hold)
 
@@ -1479,21 +1463,21 @@ class Comfy(Engine):
     def __init__(self, endpoint, keep, job_timeout, used):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
-        self._vram, self._before = "used", None         # asked: to /free it, at so many bytes; freed: seen
-        self.given_up, self._stuck_since = [], None     # given_up: ids of jobs that nobody follows any more
+        self._vram, self._before = "used", None         # then asked, before: at so many bytes; then freed
+        self.given_up = []          # ids of jobs that nobody follows any more
+        self._stuck = 0             # looks in a row, up to 0.5 s apart, at jobs that wait while none runs
 
     def reading(self):
         """Its card's memory: a Reading. What others can have is vram_free - torch_vram_free, device-wide."""
-        names = "vram_total", "vram_free", "torch_vram_free"
         total, free, torch = self.look("/system_stats", lambda answer: [
-            int(answer["devices"][0][name]) for name in names])
+            int(answer["devices"][0][name]) for name in ("vram_total", "vram_free", "torch_vram_free")])
         return Reading(total - (free - torch), total)
 
-    def _queue(self, **bounds):
+    def _queue(self, seconds=None):
         """(ids running, ids waiting). Raises Trouble."""
-        return self.look("/queue", lambda answer: [
-            [str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending")],
-            most=QUEUE_BYTES, **bounds)
+        def take(answer):
+            return [[str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending")]
+        return self.look("/queue", take, seconds)
 
     def busy(self):
         """Whether its queue has work, apart from what was given up; None when it can't be told."""
@@ -1513,7 +1497,7 @@ class Comfy(Engine):
         else:
             self.note("")
         if busy:
-            self._vram = "used"
+            self._vram, self._before = "used", None
         return self._vram != "freed"
 
     def evict(self):
@@ -1525,20 +1509,20 @@ class Comfy(Engine):
             note = f"{self.title} could not be freed: {error}; went on"
             return Eviction(isinstance(error, Misfit), False, note)
 
-    def _free(self, before=None):
+    def _free(self):
         status, _ = self.ask("POST", "/free", {"unload_models": True, "free_memory": True})
         if status != 200:
             raise Misfit(f"POST /free gave {status}")
-        self._vram, self._before = "asked", before
+        self._vram = "asked"
 
     def nudge(self):
         """A /free just after a job's end can sleep through its wake-up: said again, it is heard."""
         with contextlib.suppress(Trouble):
-            self._free(self._before)
+            self._free()
     def evicted(self):
         self._vram = "freed"
     def ready(self, cancelled):
-        self._vram, self._patience = "used", CALL_SECONDS
+        self._vram, self._before, self._patience = "used", None, CALL_SECONDS
     def job_of(self, path, status, body):
         return job_in(body, "prompt_id") if status == 200 else None
 
@@ -1546,20 +1530,18 @@ class Comfy(Engine):
         """An accepted job is in the queue, then in the history; in neither when deleted, or all died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
-            if job in self.look(path, dict.keys, seconds=seconds, most=QUEUE_BYTES):
+            if job in self.look(path, dict.keys, seconds):
                 return "ended"
-            running, waiting = self._queue(seconds=seconds)
+            running, waiting = self._queue(seconds)
             if job not in running + waiting:
                 return "ended"
-            self._stuck_since = None if running else self._stuck_since or time.monotonic()
-            stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
-            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
+            self._stuck = 0 if running else self._stuck + 1
+            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if self._stuck > 10 else "")
 
     def finished(self, job):
         if self.idle_after == 0:
-            with contextlib.suppress(Trouble):
-                self._free(self._used())
-                say_job("/free sent", self, job)
+            self._before = self._used()
+            self.nudge()
 
     def give_up(self, job):
         with contextlib.suppress(Trouble):              # released before its answer: all there is
@@ -1586,12 +1568,13 @@ def follow(card, hold):
     is queued behind others, their clock runs."""
     engine, job, pause, bound = hold.engine, hold.job, 0.1, hold.engine.job_bound or float("inf")
     end = time.monotonic() + bound
-    say_job("accepted", engine, job)
+    fields = {"fields": {"engine": engine.name, "prompt_id": job}}
+    log.info("image job: accepted", extra=fields)
     try:
         while not hold.over.wait(pause):
             state = engine.ended(job, max(0.1, min(JOB_SECONDS, end - time.monotonic())))
             if state == "ended":
-                say_job("ended", engine, job)
+                log.info("image job: ended", extra=fields)
                 return engine.finished(job)
             if state == "queued":
                 end = time.monotonic() + bound
@@ -1603,10 +1586,7 @@ def follow(card, hold):
         log.error("%s", error)
     finally:
         card.release(hold)
-        say_job("card let go", engine, job)
-
-def say_job(what, engine, job):
-    log.info("image job: %s", what, extra={"fields": {"engine": engine.name, "prompt_id": job}})
+        log.info("image job: card let go", extra=fields)
 
 # ----- Routes -----------------------------------------------------------------------------------------------
 # The engines match on the decoded path, the router also on the decoded query. The class is chosen twice, on
@@ -1620,10 +1600,8 @@ class BadMessage(Refused):
         super().__init__(status, text, "invalid_request_error")
 
 Route = collections.namedtuple("Route", "kind engine path")     # engine: name, "" for OWN; path: cleaned
-
 READS = ("GET", "HEAD")
 PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
-
 OWN_PATHS = r"/status|/healthz|/gpu-turnstile/release|/stadi(?:/(?:events|free|load|lease|release))?"
 
 LLAMA_SD = (        # methods (None: all), path, class (two: without, with a model in the query), engine
@@ -1656,8 +1634,6 @@ def cleaned(path):
 
 def query_values(query, key):
     """All values of a key in a query, decoded as the router decodes them."""
-    if "%" not in query and key not in query:
-        return []
     pairs = (part.partition("=") for part in query.replace("+", " ").split("&"))
     return [decoded(value) for name, _, value in pairs if decoded(name) == key]
 
@@ -3152,9 +3128,8 @@ def sd_warnings(settings):
 def router_findings(settings):
     router, at = Router(settings.llm, settings.llm_key, 0, 0), f"router at http://{settings.llm}"
     try:
-        models = router.models()
-        yield "ok", f"{at}: {len(models)} models"
-        loaded = [name for name, status in models.items() if status == "loaded"]
+        loaded = router.holding(("loaded",))
+        yield "ok", f"{at}: {len(loaded)} models loaded"
         if loaded and not router.slots(loaded[0]):
             yield "warning", "the router has no /slots (--no-slots): what outlives its client is not seen"
     except Trouble as error:
@@ -3223,7 +3198,7 @@ def serve(settings, environ):
     log.info("ending: %s", signal.Signals(signals.recv(1)[0]).name)
     start(force, signals, sd)
     world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), settings.grace)
-    if sd and not sd.close():
+    if sd and sd.child and not sd.child.stop(1.5, 2.0):
         log.error("sd-server (pid %d) does not end", sd.child.pid)
     time.sleep(0.05)                        # who was refused by the end gets to read it
     return 0
