@@ -1464,8 +1464,7 @@ class Comfy(Engine):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
         self._vram, self._before = "used", None         # then asked, before: at so many bytes; then freed
-        self.given_up = []          # ids of jobs that nobody follows any more
-        self._stuck = 0             # looks in a row, up to 0.5 s apart, at jobs that wait while none runs
+        self.given_up, self._stuck = [], 0      # jobs that nobody follows; looks in a row that saw none run
 
     def reading(self):
         """Its card's memory: a Reading. What others can have is vram_free - torch_vram_free, device-wide."""
