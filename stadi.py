@@ -1103,52 +1103,20 @@ class Child:
         return self.gone.is_set()
 
 # ----- Engines ----------------------------------------------------------------------------------------------
-CALL_SECONDS, HURRY_SECONDS, CALL_BYTES = 5.0, 1.0, 16 * MIB    # bounds on one call of stadi's own
-POLL_LAST, WARM_SECONDS, JOB_SECONDS, QUEUE_BYTES = 0.5, 600.0, 30.0, 64 * MIB   # ComfyUI is slow, its queue
+CALL_SECONDS, HURRY_SECONDS, CALL_BYTES = 5.0, 1.0, 64 * MIB    # bounds on one call (ComfyUI's queue is long)
+POLL_LAST, WARM_SECONDS, JOB_SECONDS = 0.5, 600.0, 30.0         # JOB: ComfyUI answers late while it loads
 FORCE_SECONDS, RESULT_SECONDS, RESULT_BYTES = 2.0, 600.0, 256 * MIB     # results: of a child that may be gone
 
-class Trouble(Exception):
-    """An engine that could not be asked: why, what to do. answered: it is there, so no waiting mends it."""
-    def __init__(self, text, answered=False):
-        super().__init__(text)
-        self.answered = answered
+class Trouble(ValueError):
+    """An engine that could not be asked: why, and what to do."""
+
+class Misfit(Trouble):
+    """It answered, but not as this engine must: no waiting mends that."""
 
 def abort(connection):
     """Wake whoever waits on an http.client connection, from any thread."""
     with contextlib.suppress(OSError, AttributeError):
         connection.sock.shutdown(socket.SHUT_RDWR)
-
-def call(endpoint, method, path, body=None, headers=(), seconds=CALL_SECONDS, most=CALL_BYTES, hold=None):
-    """One request of stadi's own: (status, body). Bounded as a whole; cut with its hold. Raises Trouble."""
-    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=seconds)
-    late = threading.Timer(seconds, abort, [connection])
-    late.daemon = True
-    try:
-        if hold:
-            hold.on_revoke = functools.partial(abort, connection)
-        connection.connect()
-        with contextlib.suppress(RuntimeError):         # no threads left: then each recv is bounded, not all
-            late.start()
-        if hold and hold.revoked:
-            raise ValueError(hold.revoked)
-        connection.request(method, path, None if body is None else json.dumps(body),
-                           {"Connection": "close", "Content-Type": "application/json", **dict(headers)})
-        answer = connection.getresponse()
-        content = answer.read(most + 1)
-        if len(content) > most:
-            raise ValueError(f"the answer is longer than {most >> 20} MiB")
-        if answer.length:
-            raise ValueError("the answer was cut short")
-        return answer.status, content
-    except ConnectionRefusedError:
-        raise Trouble(f"nothing listens on {endpoint}; is it running?") from None
-    except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
-        slow = isinstance(error, TimeoutError) or late.finished.is_set()
-        why = f"no answer within {seconds:g}s" if slow else getattr(error, "strerror", "") or str(error)
-        raise Trouble(f"{endpoint} {method} {path}: {why or type(error).__name__}") from None
-    finally:
-        late.cancel()
-        connection.close()
 
 def parsed(content, **hooks):
     """JSON, or None for what is none."""
@@ -1164,9 +1132,9 @@ def job_in(body, key):
 
 class Engine:
     """What the Card and the followers ask of an engine. A new one is a class and one line in the wiring."""
-    name, kind, title = "", LLM, ""
+    name, kind, title = "nobody", "idle", ""        # as it is, it stands for the card freed by hand
     greeting, hint = "", ""     # what it is asked once at the start; what to say to those who wait for it
-    headers = ()                # of stadi's own calls to it
+    headers = {}                # of stadi's own calls to it
     idle_after = None           # seconds without a hold until the card frees itself of it; None never
     busy_limit = 0              # seconds to wait for work that only it knows of; 0: a waiter's limit ends it
     job_bound = 0               # seconds that one job may take; 0 none
@@ -1188,103 +1156,114 @@ class Engine:
     ready = _nothing        # (cancelled): make it usable; True if it was not. Raises Refused, GivenUp
     spares = _nothing       # (path, request, body): whether this request plainly never uses the GPU
     job_of = _nothing       # (path, status, body): the id of the job that goes on after this answer, or None
-    ended = _nothing        # (job, seconds left): ended, running, queued; unknown if it can't be told now
+    ended = _nothing        # (job, seconds left): "ended"; "queued" behind others; else it runs, or who knows
     finished = _nothing     # (job): it has ended; called by its follower before the card is let go
     give_up = _nothing      # (job; None: of unknown id): it outlived its bound, or lost its hold by hand
 
-    def ask(self, method, path, body=None, seconds=None, most=CALL_BYTES):
-        """(status, parsed JSON) of one call, with what went wrong remembered. Raises Trouble."""
+    def ask(self, method, path, body=None, seconds=None, most=CALL_BYTES, hold=None):
+        """One request of stadi's own: (status, body). Bounded as a whole; cut with its hold; or Trouble."""
         seconds = seconds or self._patience
+        connection = http.client.HTTPConnection(*self.endpoint, timeout=seconds)
+        over, began = threading.Event(), time.monotonic()
         try:
-            status, content = call(self.endpoint, method, path, body, self.headers, seconds, most)
-            return status, parsed(content)
-        except Trouble as error:
-            self.note(str(error))
-            raise
+            if hold:
+                hold.on_revoke = functools.partial(abort, connection)
+            connection.connect()
+            start(lambda: over.wait(seconds) or abort(connection))      # without: only each recv is bounded
+            if hold and hold.revoked:
+                raise ValueError(hold.revoked)
+            connection.request(method, path, body and json.dumps(body), {
+                "Connection": "close", "Content-Type": "application/json", **self.headers})
+            answer = connection.getresponse()
+            content = answer.read(most + 1)
+            if len(content) > most or answer.length:
+                raise ValueError(f"the answer was cut short, or is longer than {most >> 20} MiB")
+            return answer.status, content
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if hold and hold.revoked:
+                raise Trouble(hold.revoked) from None
+            late = time.monotonic() - began >= seconds
+            why = f"no answer in {seconds:g}s" if late else getattr(error, "strerror", "") or str(error)
+            why += "; is it running?" if isinstance(error, ConnectionRefusedError) else ""
+            raise self.note(f"{self.endpoint} {method} {path}: {why or type(error).__name__}") from None
+        finally:
+            over.set()
+            connection.close()
 
-    def note(self, trouble):
-        """Remember, and log once, what is wrong with this engine; "" when nothing is."""
+    def look(self, path, take, seconds=None, advice=()):
+        """What take(answer) finds in the JSON that a GET gives. Raises Trouble; its words: advice[status]."""
+        status, content = self.ask("GET", path, seconds=seconds)
+        with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
+            if status == 200:
+                return take(parsed(content))
+        text = dict(advice).get(status, f"GET {path} gave {status} and nothing that can be used")
+        raise self.note(text, Misfit)
+
+    def note(self, trouble, kind=Trouble):
+        """Remember, and log once, what is wrong with this engine ("": nothing); returned, to be raised."""
         if trouble and trouble != self.trouble:
             log.warning("%s: %s", self.title, trouble)
         self.trouble = trouble
-
-    def judge(self, trouble):
-        """Remember what an answer showed, and raise it as Trouble unless it is ""."""
-        self.note(trouble)
-        if trouble:
-            raise Trouble(trouble, answered=True)
+        return kind(trouble)
 
     def probe(self):
         """Asked at the start, and by -check. Raises Trouble."""
-        status, _ = self.ask("GET", self.greeting)
-        self.judge("" if status == 200 else f"GET {self.greeting} gave {status}")
+        self.look(self.greeting, str)
 
     def describe(self):
         return {"url": f"http://{self.endpoint}", "kind": self.kind, "error": self.trouble or None}
 
 class Loader(Engine):
-    """One that loads models on demand, and unloads them by request. _holding() names those that have VRAM;
+    """One that loads models on demand, and unloads them by request. holding() names those that have VRAM;
     _unload(name, asked) asks one to go, and adds it to asked if once is enough. Both raise Trouble."""
-    pause = 0.05                # seconds between its first two polls
+    kind, pause, bounded_by = LLM, 0.05, "-vram-wait"       # pause: seconds between its first two polls
     doubtful = False            # its list can be empty for a moment (a reload), or not come at all
-    bounded_by = "-vram-wait"
 
     def resident(self):
         with contextlib.suppress(Trouble):
-            return bool(self._holding())
+            holding = self.holding()
+            self.note("")
+            return bool(holding)
 
     def evict(self):
         asked, empty, pause, end = set(), 0, self.pause, time.monotonic() + self._bound
         while True:
             try:
-                holding = self._holding()
+                holding = self.holding()
                 empty = 0 if holding else empty + 1
                 if empty > bool(asked and self.doubtful):
                     return Eviction(bool(asked), True)
-                for name in holding:
-                    if name not in asked:
-                        self._unload(name, asked)
-                note = f"still has {', '.join(holding)} after {self._bound:g}s ({self.bounded_by})"
+                for name in set(holding) - asked:
+                    self._unload(name, asked)
+                note, done = f"kept {', '.join(holding)} for {self._bound:g}s ({self.bounded_by})", False
             except Trouble as error:
-                note = f"could not be unloaded: {error}"
-                if not (asked and self.doubtful):
-                    return Eviction(bool(asked), False, f"{self.title} {note}; went on")
-            if time.monotonic() > end:
-                return Eviction(True, False, f"{self.title} {note}; went on")
+                note, done = f"could not be unloaded: {error}", not (asked and self.doubtful)
+            if done or time.monotonic() > end:
+                return Eviction(bool(asked) or not done, False, f"{self.title} {note}; went on")
             time.sleep(pause)
             pause = min(POLL_LAST, pause * 1.5)
 
 class Router(Loader):
     """llama.cpp's router: llama-server without a model."""
     name, title = "llama", "llama.cpp's router"
-    HOLDING = ("loading", "loaded", "sleeping")     # an unload would stop a download
+    ADVICE = {401: "it wants its --api-key: set -llm-key (STADI_LLM_KEY)",
+              404: "GET /models gave 404: is it llama-server in router mode?",
+              200: "it can't be unloaded: start llama-server in router mode, without -m"}
 
     def __init__(self, endpoint, key, busy_wait, unload_wait):
         super().__init__(endpoint, unload_wait)
         self.busy_limit, self.headers = busy_wait, {"Authorization": f"Bearer {key}"} if key else {}
 
-    def models(self):
-        """{model's id or alias: status}. Raises Trouble when this is no router, or does not answer as one."""
-        status, answer = self.ask("GET", "/models")
-        rows, trouble = member(answer, "data"), ""
-        if status == 401:
-            wrong = "it refuses the key in" if self.headers else "it wants its --api-key: set"
-            trouble = f"{wrong} -llm-key (STADI_LLM_KEY)"
-        elif status != 200 or not isinstance(rows, list):
-            trouble = f"GET /models gave {status} and no list of models: is it llama-server in router mode?"
-        elif not all(isinstance(member(row, "status"), dict) for row in rows):
-            trouble = "it can't be unloaded: start llama-server in router mode, without -m"
-        self.judge(trouble)
-        return {str(name): row["status"].get("value") for row in rows
-                for name in (row.get("id"), *(row.get("aliases") or ())) if name}
+    def holding(self, statuses=("loading", "loaded", "sleeping")):      # an unload would stop a download
+        return self.look("/models", lambda answer: [
+            str(name) for row in answer["data"] if row["status"].get("value") in statuses
+            for name in (row.get("id"), *(row.get("aliases") or ())) if name], advice=self.ADVICE)
 
     def probe(self):
-        loaded = [name for name, status in self.models().items() if status == "loaded"]
-        if loaded and self.slots(loaded[0])[0] == 501:
+        loaded = self.holding(("loaded",))
+        if loaded and not self.slots(loaded[0]):
             raise Trouble("it has no /slots (--no-slots): what outlives its client is not seen")
 
-    def _holding(self):
-        return [name for name, status in self.models().items() if status in self.HOLDING]
     def _unload(self, name, asked):
         if self.ask("POST", "/models/unload", {"model": name})[0] in (200, 400):
             asked.add(name)
@@ -1292,17 +1271,19 @@ class Router(Loader):
     def busy(self):
         """Generations outlive connections. Only `loaded` models are asked: asking a sleeping one wakes it."""
         with contextlib.suppress(Trouble):
-            loaded = [name for name, status in self.models().items() if status == "loaded"]
-            answers = (self.slots(name)[1] for name in loaded)
-            return any(member(slot, "is_processing") for slots in answers if isinstance(slots, list)
-                       for slot in slots)
+            return any(member(slot, "is_processing") for name in self.holding(("loaded",))
+                       for slot in self.slots(name))
 
     def slots(self, name):
-        return self.ask("GET", "/slots?" + urllib.parse.urlencode({"model": name, "autoload": "false"}))
+        """A model's slots; none where the router does not tell (--no-slots)."""
+        query = urllib.parse.urlencode({"model": name, "autoload": "false"})
+        slots = parsed(self.ask("GET", f"/slots?{query}")[1])
+        return slots if isinstance(slots, list) else ()
+
     def loaded(self, wanted):
         """Whether each of these models is loaded, so that asking about them loads nothing."""
         with contextlib.suppress(Trouble):
-            return set(map(self.models().get, wanted)) == {"loaded"}
+            return set(wanted) <= set(self.holding(("loaded",)))
 
 class Sd(Engine):
     """stable-diffusion.cpp's sd-server, as stadi's child."""
@@ -1310,40 +1291,32 @@ class Sd(Engine):
     probe = Engine._nothing     # a child: nothing is there yet
     fresh = stoppable = True    # it has eight threads, one per connection: none may be kept idle
     jobs, ENDS = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen"), ("completed", "failed", "cancelled")
-    STATES = {"queued": "queued", "generating": "running", **dict.fromkeys(ENDS, "ended")}
 
     def __init__(self, endpoint, argv, folder, idle_after, load_wait, render_wait):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._load_wait = idle_after or None, render_wait, load_wait
-        self._argv, self._folder, self._closed = argv, folder, False
+        self._argv, self._folder = argv, folder
         self.child, self._lock, self._results = None, threading.Lock(), {}    # id -> (when, the answer)
 
     def resident(self):
         return self.child is not None and not self.child.gone.is_set()
 
-    up = property(resident)
-
     @property
     def serving(self):
         """Up, loaded, and not on its way out."""
-        return self.up and self.child.ready and life(self.child.pid) is not None
+        return self.resident() and self.child.ready and life(self.child.pid) is not None
 
     def evict(self):
-        if not self.up:
-            return Eviction(False, True)
-        if not self.child.stop():
+        there = self.resident()
+        if there and not self.child.stop():
             self.note(f"pid {self.child.pid} does not end even by KILL (a hung driver?): nothing can be"
                       " loaded beside it; restart the machine if it stays")
             raise Refused(503, f"sd-server {self.trouble}", "child_stuck", 60, everyone=True)
         self.note("")
-        return Eviction(True, True)
-
-    def close(self):
-        """Stop the child for good: stadi ends. True when it is gone."""
-        self._closed = True
-        return not self.child or self.child.stop(1.5, 2.0)
+        return Eviction(there, True)
 
     def ready(self, cancelled):
+        """Ready is: alive, it (not a stranger) listens, it answers. The port opens only after the load."""
         if self.serving:
             return False
         self.evict()
@@ -1351,36 +1324,27 @@ class Sd(Engine):
             if inodes := listeners(self.endpoint.port):
                 raise SpawnError(f"port {self.endpoint.port} is held by {who_listens(inodes)}; end it, or let"
                                  " sd-server have another port (-sd, and --listen-port in -sd-args)")
-            if self._closed:
-                raise SpawnError("stadi is ending")
-            self.child = Child(self._argv, self.endpoint.port, self._folder)
-            log.info("sd-server started: pid %d, log %s", self.child.pid, self.child.log_file)
-            self._await(self.child, cancelled)
-        except GivenUp:
+            self.child = child = Child(self._argv, self.endpoint.port, self._folder)
+            log.info("sd-server started: pid %d, log %s", child.pid, child.log_file)
+            while not child.ready:
+                if child.gone.wait(0.05):
+                    raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
+                if cancelled.is_set():
+                    raise GivenUp
+                if time.monotonic() > child.since + self._load_wait:
+                    raise SpawnError(f"no answer in {self._load_wait:g}s (-load-wait); log: {child.log_file}")
+                with contextlib.suppress(Trouble):
+                    if child.listening():
+                        self.ask("GET", "/sdcpp/v1/capabilities")
+                        child.ready = child.listening()     # once more: who answered was the child
+            self.note("")
+            return True
+        except (GivenUp, SpawnError) as error:
             self.evict()
-            raise
-        except SpawnError as error:
-            self.evict()
+            if isinstance(error, GivenUp):
+                raise
             self.note(str(error))
             raise Refused(502, f"sd-server did not start: {error}", "engine_error") from None
-        self.note("")
-        return True
-
-    def _await(self, child, cancelled):
-        """Ready is: alive, it (not a stranger) listens, it answers. The port opens only after the load."""
-        end, pause = time.monotonic() + self._load_wait, 0.02
-        while not child.ready:
-            if child.gone.wait(pause):
-                raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
-            if cancelled.is_set():
-                raise GivenUp
-            if child.listening():
-                with contextlib.suppress(Trouble):
-                    call(self.endpoint, "GET", "/sdcpp/v1/capabilities")
-                    child.ready = child.listening()     # once more: who answered was the child
-            if time.monotonic() > end and not child.ready:
-                raise SpawnError(f"no answer within {self._load_wait:g}s (-load-wait); log: {child.log_file}")
-            pause = min(0.1, pause * 1.2)
 
     def job_of(self, path, status, body):
         return job_in(body, "id") if status == 202 and path in self.jobs else None
@@ -1389,13 +1353,14 @@ class Sd(Engine):
         """Its result is kept: the child's memory ends with the child."""
         try:
             path = f"/sdcpp/v1/jobs/{urllib.parse.quote(job, safe='')}"
-            status, content = call(self.endpoint, "GET", path, seconds=seconds, most=RESULT_BYTES)
+            status, content = self.ask("GET", path, seconds=seconds, most=RESULT_BYTES)
+            self.note("")
         except Trouble:
-            return "unknown" if self.serving else "ended"
-        state = self.STATES.get(member(parsed(content), "status")) if status == 200 else None
-        if state == "ended":
+            return None if self.serving else "ended"
+        state = member(parsed(content), "status") if status == 200 else None
+        if state in self.ENDS:
             self.keep(job, content)
-        return "ended" if status in (404, 410) else state or "unknown"
+        return "ended" if status in (404, 410) or state in self.ENDS else state
 
     def keep(self, job, content):
         """Keep a finished job's answer, bounded by age and size, the oldest out first."""
@@ -1412,21 +1377,23 @@ class Sd(Engine):
     def give_up(self, job):
         self.evict()
     def describe(self):
-        child = self.child if self.up else None
+        child = self.child if self.resident() else None
         return {**super().describe(), "pid": child and child.pid, "ready": self.serving, "log_file":
                 os.path.join(self._folder, "sd-server.log"), "up_s": child and time.monotonic() - child.since}
+
+def unambiguous(pairs):
+    """An object whose keys are ASCII, lower case and not repeated; None for others."""
+    value, keys = dict(pairs), "".join(key for key, _ in pairs)
+    return value if len(value) == len(pairs) and keys.isascii() and keys == keys.lower() else None
 
 class Ollama(Loader):
     """Ollama: an unload is answered before it happens, and a model that is being loaded is not in /api/ps."""
     name, title, greeting = "ollama", "Ollama", "/api/version"
     pause, doubtful, bounded_by = 0.1, True, "-unload-timeout"
-    UNLOAD = {"/api/generate": ("prompt", ""), "/api/chat": ("messages", [])}
+    NOTHING = {"/api/generate": ({}, {"prompt": ""}), "/api/chat": ({}, {"messages": []})}     # to generate
 
-    def _holding(self):
-        status, answer = self.ask("GET", "/api/ps")
-        models = member(answer, "models") if status == 200 else None
-        self.judge("" if isinstance(models, list) else f"GET /api/ps gave {status} and no list of models")
-        return [str(row["name"]) for row in models if member(row, "name")]
+    def holding(self):
+        return self.look("/api/ps", lambda answer: [str(row["name"]) for row in answer["models"]])
 
     def _unload(self, name, asked):
         asked.add(name)
@@ -1437,77 +1404,57 @@ class Ollama(Loader):
         """The unload form, and cloud models, if the body is small, plain and can be read in one way only: Go
         matches keys without regard to case, the last one wins, and it stops after the first value."""
         plain = body and body.isascii() and not re.search(rb"(?im)^content-encoding:", request.fields)
-        value = parsed(body, object_pairs_hook=_unambiguous) if plain else None
-        model = member(value, "model")
+        value = parsed(body, object_pairs_hook=unambiguous) if plain else None
+        model, keep = member(value, "model"), member(value, "keep_alive")
         if not isinstance(model, str):
             return False
-        _, colon, tag = model.rpartition(":")
-        cloud = colon and (tag == "cloud" or tag.endswith("-cloud") and "/" not in tag)
-        (key, nothing), keep = self.UNLOAD.get(path, ("", None)), value.get("keep_alive")
-        zero = keep in ("0", "0s") or type(keep) in (int, float) and keep == 0
-        return bool(cloud or key and zero and value.get(key, nothing) == nothing
-                    and set(value) <= {"model", "keep_alive", "stream", key})
+        rest = {key: value[key] for key in value if key not in ("model", "keep_alive", "stream")}
+        unload = keep in (0, "0", "0s") and keep is not False and rest in self.NOTHING.get(path, ())
+        return unload or re.search(r":(cloud|[^:/]*-cloud)\Z", model)
 
     def warm(self, card, hold, model):
         """Load a model as work that nobody waits for: cut as soon as a request for another engine waits."""
         try:
-            status, _ = call(self.endpoint, "POST", "/api/generate", {"model": model, "keep_alive": -1},
-                             seconds=WARM_SECONDS, hold=hold)
-            if status != 200:
-                log.warning("%s could not warm %s: status %d", self.title, model, status)
+            body = {"model": model, "keep_alive": -1}
+            status, _ = self.ask("POST", "/api/generate", body, seconds=WARM_SECONDS, hold=hold)
+            log.info("warming %s ended with status %d", model, status)
         except Trouble as error:
-            log.info("warming %s ended: %s", model, hold.revoked or error)
+            log.info("warming %s ended: %s", model, error)
         finally:
             card.release(hold)
-
-def _unambiguous(pairs):
-    """An object whose keys are ASCII, lower case and not repeated; else ValueError."""
-    value = dict(pairs)
-    if len(value) != len(pairs) or any(not key.isascii() or key != key.lower() for key in value):
-        raise ValueError("this object can be read in two ways")
-    return value
 
 class Comfy(Engine):
     """ComfyUI: jobs run after their answer, in its queue; if it has VRAM can't be asked, only remembered."""
     name, kind, title, greeting = "comfy", IMAGE, "ComfyUI", "/system_stats"
-    FREE = {"unload_models": True, "free_memory": True}
     hint = ("; if a node of its workflow asked for this, it waits for itself: point the node, and OLLAMA_HOST"
             " of Ollama itself, at Ollama's own address instead of stadi's")
 
     def __init__(self, endpoint, keep, job_timeout, used):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
-        self._vram = self._vram_was = "used"    # asked: to /free it; freed: and it was seen
-        self._before = None                     # bytes used before that /free
-        self.given_up, self._stuck_since = [], None     # given_up: ids of jobs that nobody follows any more
+        self._vram, self._before = "used", None         # then asked, before: at so many bytes; then freed
+        self.given_up, self._stuck = [], 0      # jobs that nobody follows; looks in a row that saw none run
 
     def reading(self):
         """Its card's memory: a Reading. What others can have is vram_free - torch_vram_free, device-wide."""
-        try:
-            device = self.ask("GET", "/system_stats")[1]["devices"][0]
-            total = int(device["vram_total"])
-            return Reading(total - (int(device["vram_free"]) - int(device["torch_vram_free"])), total)
-        except (Trouble, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"/system_stats can't be read: {error}") from None
+        total, free, torch = self.look("/system_stats", lambda answer: [
+            int(answer["devices"][0][name]) for name in ("vram_total", "vram_free", "torch_vram_free")])
+        return Reading(total - (free - torch), total)
 
     def _queue(self, seconds=None):
         """(ids running, ids waiting). Raises Trouble."""
-        answer = self.ask("GET", "/queue", seconds=seconds, most=QUEUE_BYTES)[1]
-        with contextlib.suppress(KeyError, IndexError, TypeError):
-            return tuple([str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending"))
-        self.judge("GET /queue gave no queue")
+        def take(answer):
+            return [[str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending")]
+        return self.look("/queue", take, seconds)
 
     def busy(self):
         """Whether its queue has work, apart from what was given up; None when it can't be told."""
         with contextlib.suppress(Trouble):
-            if self.given_up:
-                ids = sum(self._queue(), [])
-                self.given_up = [job for job in self.given_up if job in ids]
-                return any(job not in self.given_up for job in ids)
-            status, answer = self.ask("GET", "/prompt")
-            with contextlib.suppress(KeyError, TypeError):
-                return answer["exec_info"]["queue_remaining"] > 0
-            self.judge(f"GET /prompt gave {status} and no queue_remaining")
+            if not self.given_up:
+                return self.look("/prompt", lambda answer: answer["exec_info"]["queue_remaining"] > 0)
+            ids = sum(self._queue(), [])
+            self.given_up = [job for job in self.given_up if job in ids]
+            return any(job not in self.given_up for job in ids)
 
     def resident(self):
         """Work that reached it past stadi fills the card as well."""
@@ -1515,10 +1462,10 @@ class Comfy(Engine):
         busy = self.busy()
         if busy is None:                    # it hangs: what follows in this hand-over does not wait so again
             self._patience = HURRY_SECONDS
-            return False if self._vram == "freed" else None
-        self.note("")
+        else:
+            self.note("")
         if busy:
-            self._vram = "used"
+            self._vram, self._before = "used", None
         return self._vram != "freed"
 
     def evict(self):
@@ -1526,62 +1473,48 @@ class Comfy(Engine):
             if self._vram == "used":
                 self._free()
             return Eviction(True, True, before=self._before)
-        except Trouble as error:
+        except Trouble as error:                # what answers is asked again: nudge()
             note = f"{self.title} could not be freed: {error}; went on"
-            return Eviction(error.answered, False, note)        # what answers is asked again: nudge()
+            return Eviction(isinstance(error, Misfit), False, note)
 
-    def _free(self, before=None):
-        status, _ = self.ask("POST", "/free", self.FREE)
+    def _free(self):
+        status, _ = self.ask("POST", "/free", {"unload_models": True, "free_memory": True})
         if status != 200:
-            raise Trouble(f"POST /free gave {status}", answered=True)
-        self._vram, self._before = "asked", before
+            raise Misfit(f"POST /free gave {status}")
+        self._vram = "asked"
 
     def nudge(self):
         """A /free just after a job's end can sleep through its wake-up: said again, it is heard."""
         with contextlib.suppress(Trouble):
-            self._free(self._before)
+            self._free()
     def evicted(self):
         self._vram = "freed"
     def ready(self, cancelled):
-        self._vram, self._vram_was, self._patience = "used", self._vram, CALL_SECONDS
+        self._vram, self._before, self._patience = "used", None, CALL_SECONDS
     def job_of(self, path, status, body):
-        if 400 <= status < 500:                         # nothing was queued
-            self._vram = self._vram_was
         return job_in(body, "prompt_id") if status == 200 else None
 
     def ended(self, job, seconds):
         """An accepted job is in the queue, then in the history; in neither when deleted, or all died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
-            status, history = self.ask("GET", path, seconds=seconds, most=QUEUE_BYTES)
-            if status != 200 or not isinstance(history, dict):
-                return "unknown"
-            if job in history:
+            if job in self.look(path, dict.keys, seconds):
                 return "ended"
-            running, pending = self._queue(seconds)
-            if job not in running and job not in pending:
+            running, waiting = self._queue(seconds)
+            if job not in running + waiting:
                 return "ended"
-            self._stuck_since = None if running else self._stuck_since or time.monotonic()
-            stuck = self._stuck_since and time.monotonic() - self._stuck_since > CALL_SECONDS
-            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if stuck else "")
-        return "unknown"
+            self._stuck = 0 if running else self._stuck + 1
+            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if self._stuck > 10 else "")
 
     def finished(self, job):
         if self.idle_after == 0:
-            with contextlib.suppress(Trouble):
-                self._free(self._used())
-                say_job("/free sent", self, job)
+            self._before = self._used()
+            self.nudge()
 
     def give_up(self, job):
-        jobs = [job]
-        with contextlib.suppress(Trouble):
-            jobs = [job] if job else sum(self._queue(), [])     # released before its answer: all there is
-        self.given_up = [*self.given_up, *jobs][-99:]
+        with contextlib.suppress(Trouble):              # released before its answer: all there is
+            self.given_up += [job] if job else sum(self._queue(), [])
         self.finished(job)
-
-class Nobody(Engine):
-    """Who has the card for the moment when it is freed by hand: all others are evicted, and nothing loads."""
-    name, kind = "nobody", "idle"
 
 class Lease(Engine):
     """A command that stadi.py run lends the card to: it has memory until the VRAM is seen to be back."""
@@ -1599,32 +1532,29 @@ class Lease(Engine):
         self._there = False
 
 def follow(card, hold):
-    """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound. The clock
-    runs from the moment the job is seen to run; while it is queued behind others, theirs runs."""
-    engine, job, start, running, pause = hold.engine, hold.job, time.monotonic(), False, 0.1
-    say_job("accepted", engine, job)
+    """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound; while it
+    is queued behind others, their clock runs."""
+    engine, job, pause, bound = hold.engine, hold.job, 0.1, hold.engine.job_bound or float("inf")
+    end = time.monotonic() + bound
+    fields = {"fields": {"engine": engine.name, "prompt_id": job}}
+    log.info("image job: accepted", extra=fields)
     try:
         while not hold.over.wait(pause):
-            left = engine.job_bound and engine.job_bound + start - time.monotonic()
-            state = engine.ended(job, min(JOB_SECONDS, max(left, 0.1)) if left else JOB_SECONDS)
-            now = time.monotonic()
+            state = engine.ended(job, max(0.1, min(JOB_SECONDS, end - time.monotonic())))
             if state == "ended":
-                say_job("ended", engine, job)
+                log.info("image job: ended", extra=fields)
                 return engine.finished(job)
-            if state == "queued" or state == "running" and not running:
-                start, running = now, state == "running"
-            if engine.job_bound and now - start > engine.job_bound:
-                log.warning("%s: job %s not ended within %gs: let go", engine.title, job, engine.job_bound)
+            if state == "queued":
+                end = time.monotonic() + bound
+            if time.monotonic() > end:
+                log.warning("%s: job %s not ended within %gs: let go", engine.title, job, bound)
                 return engine.give_up(job)
             pause = min(POLL_LAST, pause * 1.5)
     except Refused as error:
         log.error("%s", error)
     finally:
         card.release(hold)
-        say_job("card let go", engine, job)
-
-def say_job(what, engine, job):
-    log.info("image job: %s", what, extra={"fields": {"engine": engine.name, "prompt_id": job}})
+        log.info("image job: card let go", extra=fields)
 
 # ----- Routes -----------------------------------------------------------------------------------------------
 # The engines match on the decoded path, the router also on the decoded query. The class is chosen twice, on
@@ -1638,17 +1568,11 @@ class BadMessage(Refused):
         super().__init__(status, text, "invalid_request_error")
 
 Route = collections.namedtuple("Route", "kind engine path")     # engine: name, "" for OWN; path: cleaned
-
 READS = ("GET", "HEAD")
 PLAIN = r"/(?:(?!\.{0,2}(?:/|$))[A-Za-z0-9_.-]+(?:/|$))*"       # no %, no //, no dot segment
-
 OWN_PATHS = r"/status|/healthz|/gpu-turnstile/release|/stadi(?:/(?:events|free|load|lease|release))?"
 
-def first_rows(engine):
-    return ((("OPTIONS",), r".*", PASS, engine), (None, OWN_PATHS, OWN, ""))
-
 LLAMA_SD = (        # methods (None: all), path, class (two: without, with a model in the query), engine
-    *first_rows("llama"),
     (READS, r"/metrics", (OWN, WATCH), "llama"),
     (("POST",), r"/v1/images/.+|/sdapi/v1/(?:txt2img|img2img)|/sdcpp/v1/(?:img_gen|vid_gen)", TAKE, "sd"),
     (None, r"/v1/images/.+|/sdapi(?:/.*)?|/sdcpp(?:/.*)?", WATCH, "sd"),
@@ -1659,13 +1583,13 @@ LLAMA_SD = (        # methods (None: all), path, class (two: without, with a mod
     (("POST",), r"/v1/chat/completions/control", STEER, "llama"),
     (None, r".*", TAKE, "llama"))
 
-def passing_table(engine, gated, own=()):
-    """The table of a front that passes everything but its own rows and the gated POSTs."""
-    return (*first_rows(engine), *own, (("POST",), gated, TAKE, engine), (None, r".*", PASS, engine))
+def passing(engine, gated, *own):
+    """The rows of a front that passes everything but its own and the gated POSTs."""
+    return (*own, (("POST",), gated, TAKE, engine), (None, r".*", PASS, engine))
 
-OLLAMA_TABLE = passing_table(
+OLLAMA = passing(
     "ollama", r"/api/(?:generate|chat|embed|embeddings)|/v1/(?:(?:chat/)?completions|embeddings|responses"
-    r"|messages|audio/transcriptions|images/generations|images/edits)", ((READS, r"/metrics", OWN, ""),))
+    r"|messages|audio/transcriptions|images/generations|images/edits)", (READS, r"/metrics", OWN, ""))
 
 def decoded(text):
     """Percent-decoding as the engines' HTTP library does it: %XX, and %uXXXX."""
@@ -1673,13 +1597,8 @@ def decoded(text):
 
 def cleaned(path):
     """The path without fragment, doubled slashes, dot segments and trailing slash."""
-    parts = []
-    for part in path.partition("#")[0].replace("\\", "/").split("/"):
-        if part == "..":
-            del parts[-1:]
-        elif part not in ("", "."):
-            parts.append(part)
-    return "/" + "/".join(parts)
+    path = path.partition("#")[0].replace("\\", "/").replace("\0", "?")     # Python 3.11.3 ends it at a NUL
+    return os.path.normpath("/" + path.lstrip("/"))
 
 def query_values(query, key):
     """All values of a key in a query, decoded as the router decodes them."""
@@ -1688,29 +1607,29 @@ def query_values(query, key):
     pairs = (part.partition("=") for part in query.replace("+", " ").split("&"))
     return [decoded(value) for name, _, value in pairs if decoded(name) == key]
 
-class Table:
-    """The routes of one front. strict: what does not look canonical never passes without the card."""
-    def __init__(self, rows, strict):
-        self._rows, self._strict = rows, strict
-        self._route = functools.lru_cache(4096)(self._route)
+def table(engine, rows, strict=False):
+    """How a front classifies: a function of a request's method and its target as it came to its Route; raises
+    BadMessage. strict: what does not look canonical never passes without the card."""
+    rows = ((("OPTIONS",), r".*", PASS, engine), (None, OWN_PATHS, OWN, ""), *rows)
 
-    def _row(self, method, path):
-        """Each table's last row is for everything."""
-        return next((kind, engine) for methods, pattern, kind, engine in self._rows
+    def row(method, path):
+        """(class, engine); the last row is for everything."""
+        return next((kind, engine) for methods, pattern, kind, engine in rows
                     if (methods is None or method in methods) and re.fullmatch(pattern, path, re.DOTALL))
 
-    def _route(self, method, path, named):
-        clean, row = cleaned(decoded(path)), self._row(method, path)
-        strict = self._strict and row[0] in (PASS, WATCH) and method != "OPTIONS"
-        if strict and not re.fullmatch(PLAIN, path) or row != self._row(method, clean):
+    @functools.lru_cache(4096)
+    def route(method, path, named):
+        clean, (kind, engine) = cleaned(decoded(path)), row(method, path)
+        plain = kind not in (PASS, WATCH) or method == "OPTIONS" or re.fullmatch(PLAIN, path)
+        if strict and not plain or row(method, clean) != (kind, engine):
             raise BadMessage("this path can be read in two ways; write it plainly")
-        kind, engine = row
         return Route(kind[named] if type(kind) is tuple else kind, engine, clean)
 
-    def classify(self, method, target):
-        """The Route of a request by its method and its target as it came. Raises BadMessage."""
+    def classify(method, target):
         path, _, query = target.partition("?")
-        return self._route(method, path, bool(query and query_values(query, "model")))
+        return route(method, path, bool(query and query_values(query, "model")))
+
+    return classify
 
 # ----- Wire -------------------------------------------------------------------------------------------------
 # What is ambiguous is refused, never repaired. One compiled expression judges a whole head, in C, without
@@ -2398,11 +2317,11 @@ class Eyes:
         used, total = meter.read(0.25) or meter.last or (None, None)
         return {
             "version": VERSION, "uptime_s": time.monotonic() - self.started, **card,
-            "resident": {name: engine.up if engine is sd else card["resident"].get(name)
+            "resident": {name: engine.resident() if engine is sd else card["resident"].get(name)
                          for name, engine in self.engines.items()},
             "vram": {"used": used, "total": total, "floor": self.vram.floor, "source": meter.source,
                      "error": meter.error or None, "in_the_way": self.vram.in_the_way},
-            "sd_child_up": bool(sd and sd.up), "sd": sd and sd.describe(),
+            "sd_child_up": bool(sd and sd.resident()), "sd": sd and sd.describe(),
             "engines": {name: engine.describe() for name, engine in self.engines.items()},
             "given_up": list(getattr(self.engines.get("comfy"), "given_up", ()))}
 
@@ -2615,7 +2534,7 @@ def own_origin(origin, host, allowed):
 
 # One listening address. strict: stadi is the only guard of these engines (Host, Origin, no body on a GET);
 # limits: kind -> seconds that a request waits for the card; gates: paths whose errors are read as ComfyUI's.
-Front = collections.namedtuple("Front", "name table strict limits gates", defaults=[()])
+Front = collections.namedtuple("Front", "name classify strict limits gates", defaults=[()])
 
 class Server(http.server.ThreadingHTTPServer):
     """Accepts; a thread for each connection. Never ends: main leaves the process."""
@@ -2726,7 +2645,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _serve(self, request):
         """Answer one request; True if the connection may go on."""
-        route = self.front.table.classify(request.method, request.target)
+        route = self.front.classify(request.method, request.target)
         self.route_kind, request.upgrade = route.kind, request.upgrade and route.kind == PASS
         self._guard(request, route)
         if route.kind == OWN:
@@ -2852,7 +2771,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             for hold in card.holds() if force else ():      # only now: nobody else is let in any more
                 with contextlib.suppress(Refused):
                     self._take_away(hold, "freed by hand")
-        nobody, limit = Nobody(None), self.world.settings.busy_wait
+        nobody, limit = Engine(None), self.world.settings.busy_wait
         nobody.drain_limit = FORCE_SECONDS if force else 0
         card.release(card.acquire(nobody, "POST /stadi/free", limit, False, on_wait, True))
         return {"freed": True, "vram_used": self.world.eyes.vram.used()}
@@ -3008,7 +2927,7 @@ def opened(settings, method, path, body=None):
         if answer.status == 200:
             return answer
         error = member(parsed(answer.read(SMALL)), "error")
-        raise Trouble(str(member(error, "message") or error or f"status {answer.status}"), answered=True)
+        raise Trouble(str(member(error, "message") or error or f"status {answer.status}"))
     except ConnectionRefusedError:
         raise Trouble(f"no stadi answers at http://{at}; is it running? -at names another") from None
     except (OSError, http.client.HTTPException) as error:
@@ -3100,7 +3019,7 @@ def sd_findings(settings):
         yield "ok" if there else "error", f"-sd-args: {flag}: {'' if there else 'there is no file '}{path}"
     port = values.get("--listen-port", "1234")
     if port != wanted:
-        yield "warning", f"-sd-args: it will listen on {port}, -sd says {wanted}; write --listen-port {wanted}"
+        yield "warning", f"-sd-args: it listens on {port}, -sd says {wanted}; write --listen-port {wanted}"
     if any(word.startswith("--params-backend") for word in words):
         yield "warning", "-sd-args: --params-backend disables --auto-fit (VAE tiling); leave it out"
     if inodes := listeners(settings.sd.port):
@@ -3117,7 +3036,7 @@ def engine_findings(engines):
             engine.probe()
             yield "ok", at
         except Trouble as error:
-            yield "error" if error.answered else "warning", f"{at}: {error}"
+            yield "error" if isinstance(error, Misfit) else "warning", f"{at}: {error}"
 
 def build(settings, environ):
     """The world: engines, card and eyes, wired. Raises Usage where it cannot work."""
@@ -3142,13 +3061,13 @@ def listen(world):
     settings, servers = world.settings, []
     limits = {LLM: settings.busy_wait, IMAGE: settings.image_wait}
     gates = tuple(f"{prefix}{path}" for prefix in ("", "/api") for path in ("/prompt", *settings.comfy_gate))
-    comfy = passing_table("comfy", "|".join(map(re.escape, gates)))     # each of its routes exists twice
+    comfy = passing("comfy", "|".join(map(re.escape, gates)))       # each of its routes exists twice
     for flag, endpoint, front in (
-            ("listen", settings.listen, Front("llama/sd", Table(LLAMA_SD, True), True, limits)),
+            ("listen", settings.listen, Front("llama/sd", table("llama", LLAMA_SD, True), True, limits)),
             ("listen-ollama", settings.ollama and settings.listen_ollama,
-             Front("ollama", Table(OLLAMA_TABLE, False), False, {LLM: settings.llm_wait_timeout})),
+             Front("ollama", table("ollama", OLLAMA), False, {LLM: settings.llm_wait_timeout})),
             ("listen-comfy", settings.comfy and settings.listen_comfy,
-             Front("comfy", Table(comfy, False), False, limits, gates))):
+             Front("comfy", table("comfy", comfy), False, limits, gates))):
         try:
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
@@ -3187,7 +3106,7 @@ def serve(settings, environ):
         os._exit(0)
     start(force)
     world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), settings.grace)
-    if sd and not sd.close():
+    if sd and sd.child and not sd.child.stop(1.5, 2.0):
         log.error("sd-server (pid %d) does not end", sd.child.pid)
     time.sleep(0.05)                        # who was refused by the end gets to read it
     return 0
