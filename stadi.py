@@ -2353,6 +2353,7 @@ def tunnel(client, engine, first=b""):
 
 # ----- Eyes -------------------------------------------------------------------------------------------------
 NOT_PRINTED = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+"    # what steers a terminal
+BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)   # of histograms, in seconds
 
 class LogFormat(logging.Formatter):
     """One line a record, whatever stands in it: text, or JSON."""
@@ -2365,24 +2366,7 @@ class LogFormat(logging.Formatter):
         if self.as_json:
             return json.dumps({"time": at, "level": record.levelname, "msg": message, **fields})
         words = "".join(f" {key}={json.dumps(value)}" for key, value in fields.items())
-        line = f"{at} {record.levelname:7} {message}{words}"            # without what steers a terminal
-        return re.sub(NOT_PRINTED, " ", line)
-
-class Histogram:
-    """Counts by upper bound in seconds, as Prometheus wants them: cumulative when shown."""
-    BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-
-    def __init__(self):
-        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
-    def add(self, seconds):
-        self.counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
-        self.sum += seconds
-
-    def lines(self, name, labels):
-        counts, first = list(itertools.accumulate(self.counts)), f"{labels[:-1]}," if labels else "{"
-        return [*(f'{name}_bucket{first}le="{bound}"}} {count}' for bound, count in
-                  zip((*self.BOUNDS, "+Inf"), counts)),
-                f"{name}_sum{labels} {self.sum:.6f}", f"{name}_count{labels} {counts[-1]}"]
+        return re.sub(NOT_PRINTED, " ", f"{at} {record.levelname:7} {message}{words}")
 
 class Eyes:
     """What people and programs look at. The state is asked for at that moment, not kept beside its owner."""
@@ -2391,31 +2375,35 @@ class Eyes:
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
         self._requests, self._moves, self._jobs = collections.Counter(), collections.Counter(), 0
-        self._spans = collections.defaultdict(Histogram)                # (name, labels) -> Histogram
+        self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _took()
         self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
         self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used)
         self.readers = set()                            # Events to set when something has changed
 
+    def _took(self, name, labels, seconds):
+        """Into a histogram: a count for each of BOUNDS, one of what is beyond, the sum."""
+        span = self._spans[name, labels]
+        span[bisect.bisect_left(BOUNDS, seconds)] += 1
+        span[-1] += seconds
+
     def tell(self, event, **fields):
         """Told by the card, under its lock, at every transition."""
-        if event in ("phase", "owner"):
-            who = "→" if event == "phase" else fields["engine"] or ""
-            if not self._owners or self._owners[-1][1] != who:
-                self._owners.append((time.time(), who))
+        level, name = logging.DEBUG, event
+        if event == "owner" or fields.get("phase") == "drain":
+            self._owners.append((time.time(), fields.get("engine", "→") or ""))
+        elif event == "grant":
+            self._jobs += fields["kind"] == IMAGE
+            self._took("gpu_turnstile_lock_wait_seconds", f'kind="{fields["kind"]}"', fields["waited"])
+        elif event == "handover":
+            level, name = logging.INFO, "hand-over"
+            for phase in ("drain", "evict", "vram", "start"):
+                self._took("stadi_handover_seconds", f'phase="{phase}"', fields[f"{phase}_ms"] / 1000)
+            if fields["from"]:
+                back = (fields["evict_ms"] + fields["vram_ms"]) / 1000
+                self._took("gpu_turnstile_unload_seconds", "", back)
+            self._moves[f'from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"'] += 1
         for reader in tuple(self.readers):
             reader.set()
-        if event == "grant":
-            self._jobs += fields["kind"] == IMAGE
-            labels = f'{{kind="{fields["kind"]}"}}'
-            self._spans["gpu_turnstile_lock_wait_seconds", labels].add(fields["waited"])
-        if event == "handover":
-            seconds = {phase: fields[f"{phase}_ms"] / 1000 for phase in ("drain", "evict", "vram", "start")}
-            for phase in seconds:
-                self._spans["stadi_handover_seconds", f'{{phase="{phase}"}}'].add(seconds[phase])
-            if fields["from"]:
-                self._spans["gpu_turnstile_unload_seconds", ""].add(seconds["evict"] + seconds["vram"])
-            self._moves[f'{{from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"}}'] += 1
-        level, name = (logging.INFO, "hand-over") if event == "handover" else (logging.DEBUG, event)
         if log.isEnabledFor(level):
             log.log(level, name, extra={"fields": {
                 key: round(value, 3) if isinstance(value, float) else value for key, value in fields.items()
@@ -2431,7 +2419,7 @@ class Eyes:
         used, total = meter.read(0.25) or meter.last or (None, None)
         return {
             "version": VERSION, "uptime_s": time.monotonic() - self.started, **card,
-            "resident": {name: engine.up if engine is sd else card["resident"].get(name)
+            "resident": {name: getattr(engine, "up", card["resident"].get(name))
                          for name, engine in self.engines.items()},
             "vram": {"used": used, "total": total, "floor": self.vram.floor, "source": meter.source,
                      "error": meter.error or None, "in_the_way": self.vram.in_the_way},
@@ -2448,15 +2436,16 @@ class Eyes:
 
     def picture(self):
         """The status, with what the page draws besides."""
-        status, sd, since = self.status(), self.engines.get("sd"), time.time() - 3600
+        status, sd, now = self.status(), self.engines.get("sd"), time.time()
         if status["vram"]["used"] is not None:
-            self._levels.append((time.time(), status["vram"]["used"]))
-        if status["sd"]:
+            self._levels.append((now, status["vram"]["used"]))
+        if sd:
             status["sd"]["log_tail"] = sd.child.log_tail()[-12:] if sd.child else []
-        rows = list(self._owners)
-        return {**status, "history": {
-            "owners": [row for row, later in zip(rows, [*rows[1:], (since + 1, "")]) if later[0] > since],
-            "vram": [row for row in list(self._levels) if row[0] > since]}}
+        def last_hour(rows):
+            """With the one that it began with."""
+            rows = list(rows)
+            return rows[max(0, bisect.bisect(rows, (now - 3600,)) - 1):]
+        return {**status, "history": {"owners": last_hour(self._owners), "vram": last_hour(self._levels)}}
 
     def health(self):
         card = self.card.snapshot()
@@ -2465,33 +2454,37 @@ class Eyes:
 
     def metrics(self):
         """Prometheus' text format 0.0.4."""
-        status, lines = self.status(), []
+        status, lines, spans = self.status(), [], list(self._spans.items())
         waiting = collections.Counter(row["kind"] for row in status["waiting"])
         holder, vram = (status["holder"] or {}).get("engine"), status["vram"]
         for name, kind, text, samples in (
                 ("gpu_turnstile_state", "gauge", "1 for the state that the card is in",
-                 {f'{{state="{state}"}}': int(status["state"] == state) for state in ("idle", LLM, IMAGE)}),
+                 {f'state="{state}"': int(status["state"] == state) for state in ("idle", LLM, IMAGE)}),
                 ("gpu_turnstile_llm_inflight", "gauge", "LLM requests", {"": status["in_flight"][LLM]}),
                 ("gpu_turnstile_image_jobs_total", "counter", "image jobs given the card", {"": self._jobs}),
                 ("gpu_turnstile_lock_wait_seconds", "histogram", "from a request's arrival to its hold", {}),
                 ("gpu_turnstile_unload_seconds", "histogram", "from eviction to the VRAM's return", {}),
-                ("stadi_build_info", "gauge", "the version that runs", {f'{{version="{VERSION}"}}': 1}),
+                ("stadi_build_info", "gauge", "the version that runs", {f'version="{VERSION}"': 1}),
                 ("stadi_holder", "gauge", "1 for the engine that holds the card",
-                 {f'{{engine="{engine}"}}': int(engine == holder) for engine in self.engines}),
+                 {f'engine="{engine}"': int(engine == holder) for engine in self.engines}),
                 ("stadi_waiting", "gauge", "requests that wait for the card",
-                 {f'{{kind="{kind}"}}': waiting[kind] for kind in (LLM, IMAGE)}),
+                 {f'kind="{kind}"': waiting[kind] for kind in (LLM, IMAGE)}),
                 ("stadi_handovers_total", "counter", "hand-overs of the card", dict(self._moves)),
                 ("stadi_handover_seconds", "histogram", "one phase of a hand-over", {}),
                 ("stadi_vram_used_bytes", "gauge", "VRAM in use", {"": vram["used"]}),
                 ("stadi_vram_total_bytes", "gauge", "the card's VRAM", {"": vram["total"]}),
                 ("stadi_sd_child_up", "gauge", "whether sd-server lives", {"": int(status["sd_child_up"])}),
                 ("stadi_requests_total", "counter", "requests answered, by front, class and status",
-                 {f'{{front="{front}",class="{route}",code="{code}"}}': count
+                 {f'front="{front}",class="{route}",code="{code}"': count
                   for (front, route, code), count in list(self._requests.items())})):
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            lines += [f"{name}{labels} {value}" for labels, value in samples.items() if value is not None]
-            for (span, labels), histogram in list(self._spans.items()):
-                lines += histogram.lines(name, labels) if span == name else ()
+            rows = [("", labels, value) for labels, value in samples.items() if value is not None]
+            for labels, (*counts, total) in [(key[1], span) for key, span in spans if key[0] == name]:
+                counts = list(itertools.accumulate(counts))
+                rows += [("_bucket", f'{labels},le="{bound}"'.lstrip(","), count)
+                         for bound, count in zip((*BOUNDS, "+Inf"), counts)]
+                rows += [("_sum", labels, round(total, 6)), ("_count", labels, counts[-1])]
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *(
+                f"{name}{suffix}{{{labels}}} {value}".replace("{}", "") for suffix, labels, value in rows)]
         return "\n".join(lines) + "\n"
 
 # ----- Page -------------------------------------------------------------------------------------------------
