@@ -476,7 +476,6 @@ class Hold:
     """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
     turn = error = None         # turn: the Condition that it waits on, once it has to; error: its refusal
     since = began = None        # since when it is had; when it, or the hand-over for it, began
-    ask_end = None              # (why): has its work end by itself before the card is given on
     job = None                  # the asynchronous job that keeps it after the answer
     unwanted = False            # nobody waits for its work: it may be ended for the next
     revoked = ""                # why it was taken away
@@ -2627,18 +2626,16 @@ OWN_NAMES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")     # no
 @functools.lru_cache(1024)
 def own_name(host, allowed):
     """Whether a Host is one that no stranger can make a browser send (DNS rebinding)."""
-    name = re.sub(r":\d+$", "", host.lower()).strip("[]").rstrip(".")
+    name = re.sub(r":\d+$", "", host).strip("[]").rstrip(".")
     return is_ip(name) or "." not in name or name.endswith(OWN_NAMES) or name in allowed
 
-def own_origin(origin, host, allowed):
-    """Whether a page of this origin may use stadi: the Host's own, this machine's, or one of a setting."""
+def own_origin(origin, host):
+    """Whether a page of this origin may use stadi without being named: the Host's own, or this machine's."""
     with contextlib.suppress(ValueError):
-        parts, there = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(f"//{host}")
-        usual = {"http": 80, "https": 443}.get(parts.scheme)
-        return origin in allowed or usual and parts.hostname and (
-            Endpoint(parts.hostname, 0).loopback or parts.hostname.endswith(".localhost")
-            or (parts.hostname, parts.port or usual) == (there.hostname, there.port or usual))
-    return False
+        parts = urllib.parse.urlsplit(origin)
+        usual, name = {"http": ":80", "https": ":443"}.get(parts.scheme), parts.hostname
+        return usual and name and (parts.netloc == host.removesuffix(usual) or name.endswith(".localhost")
+                                   or Endpoint(name, 0).loopback)
 
 # One listening address. strict: stadi is the only guard of these engines (Host, Origin, no body on a GET);
 # limits: kind -> seconds that a request waits for the card; gates: paths whose errors are read as ComfyUI's.
@@ -2673,23 +2670,19 @@ class Server(http.server.ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                log.error("no connection can be accepted (%s): raise ulimit -n", error.strerror)
-                time.sleep(0.2)                         # the socket stays readable: no spin
+            log.error("no connection can be accepted (%s): raise ulimit -n", error.strerror)
+            time.sleep(0.2)                             # the socket stays readable: no spin
             raise
 
     def process_request(self, request, client_address):
-        try:
-            if len(self.world.watcher.clients) >= self.most:
-                raise RuntimeError(f"more than {self.most} connections (ulimit -n)")
-            super().process_request(request, client_address)
-        except RuntimeError as error:
-            log.error("a connection was refused: %s", error)
-            self.close_request(request)
+        if len(self.world.watcher.clients) >= self.most:
+            raise RuntimeError(f"more than {self.most} connections (ulimit -n)")
+        super().process_request(request, client_address)
 
     def handle_error(self, request, client_address):
-        if not isinstance(sys.exc_info()[1], (OSError, Gone)):
-            log.exception("a connection failed")
+        """Of a connection that got no thread, or that its handler could not even close."""
+        if not isinstance(error := sys.exc_info()[1], (OSError, Gone)):
+            log.error("a connection failed: %r", error)
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """One client connection, request after request: from a route's class to card, relay or answer."""
@@ -2767,95 +2760,78 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _guard(self, request, route):
         """The router and sd-server reflect any Origin, without a defence; Ollama and ComfyUI have their own.
         stadi's own routes are guarded everywhere; health checks come through other proxies."""
-        strict, own, origin = self.front.strict, route.kind == OWN, request.values.get(b"origin")
+        settings, strict, own = self.world.settings, self.front.strict, route.kind == OWN
         if not (strict or own):
             return
         if strict and request.method in READS and not request.body.done:
             raise BadMessage(f"a {request.method} with a body: a form in it could name a model")
-        settings, changes = self.world.settings, request.method not in ("GET", "HEAD", "OPTIONS")
         free = own and route.path in ("/healthz", "/metrics")
         if not free and not own_name(request.host, settings.allow_host):
             raise Refused(403, f"Host {request.host!r} is no name of this stadi; {SETTINGS['allow-host']}"
                                " adds names", "forbidden")
-        if not (changes or strict and (request.upgrade or route.kind in (TAKE, STEER))):
-            return
-        origin, who = None if origin is None else origin.decode("latin-1"), ""
-        if origin is not None and not own_origin(origin, request.host, settings.allow_origin):
-            who = f"pages of {origin!r}"
-        elif request.values.get(b"sec-fetch-site") == b"cross-site" and origin not in settings.allow_origin:
-            who = "pages of another site"
-        if who:
-            raise Refused(403, f"{who} may not use this stadi; if they may, set -allow-origin"
-                               " (STADI_ALLOW_ORIGIN) to their origin", "forbidden")
+        changes = request.method not in ("GET", "HEAD", "OPTIONS")
+        if changes or strict and (request.upgrade or route.kind in (TAKE, STEER)):
+            origin = request.values.get(b"origin")
+            page = None if origin is None else origin.decode("latin-1")
+            strange = page is not None and not own_origin(page, request.host)
+            cross = request.values.get(b"sec-fetch-site") == b"cross-site"
+            if (strange or cross) and page not in settings.allow_origin:
+                raise Refused(403, f"pages of {page or 'another site'} may not use this stadi;"
+                                   f" {SETTINGS['allow-origin']} names those that may", "forbidden")
 
     def _own(self, request, route):
-        """stadi's own routes, by path: how it is asked, and who answers."""
+        """stadi's own routes, by path: how it is asked, and who answers (with None: it has been done)."""
         eyes, path, query = self.world.eyes, route.path, request.target.partition("?")[2]
-        shown = {"/status": eyes.status, "/healthz": eyes.health, "/metrics": eyes.metrics,
-                 "/stadi": lambda: PAGE, "/stadi/events": None}
-        if path not in shown:
-            if request.method != "POST":
-                raise Refused(405, f"{path} is asked with POST", "invalid_request_error")
-            body, action = self._read(request), path.rpartition("/")[2]
-            if action == "lease":
-                return self._lease(parsed(body))
-            return self._answer(request, 200, {"free": self._free, "load": self._load}.get(
-                action, self._release)(query))
-        if request.method not in READS:
-            raise Refused(405, f"{path} is read with GET", "invalid_request_error")
-        if path == "/stadi/events":
-            return self._events(request)
-        more, kind = {"/metrics": ("", "text/plain; version=0.0.4; charset=utf-8"),
-                      "/stadi": (PAGE_HEAD, "text/html; charset=utf-8")}.get(path, ("", "application/json"))
-        return self._answer(request, 200, shown[path](), more, kind)
+        look = {"/status": eyes.status, "/healthz": eyes.health, "/metrics": eyes.metrics,
+                "/stadi": lambda: PAGE, "/stadi/events": self._events}.get(path)
+        if request.method not in (READS if look else ("POST",)):
+            raise Refused(405, f"{path} is asked with {'GET' if look else 'POST'}", "invalid_request_error")
+        if not isinstance(request.body, Sized) or request.body.left > SMALL:
+            raise BadMessage(f"the body here has a Content-Length of at most {SMALL}", 413)
+        body = b"".join(body_blocks(self.client, request))
+        action = getattr(self, "_" + path.rpartition("/")[2], None)         # free, load, lease, release
+        answer = look() if look else action(query, body)
+        kind = {"/metrics": "text/plain; version=0.0.4; charset=utf-8",
+                "/stadi": "text/html; charset=utf-8"}.get(path, "application/json")
+        return answer is not None and self._answer(request, 200, answer, PAGE_HEAD, kind)
 
-    def _events(self, request):
+    def _events(self):
         """Server-sent events: the status at every change. A reader holds nothing, and blocks only itself."""
-        news, readers = threading.Event(), self.world.eyes.readers
+        news, eyes = threading.Event(), self.world.eyes
         self.client.on_leave(news.set)
-        readers.add(news)
+        eyes.readers.add(news)
         try:
             self.client.send(STREAM_HEAD % b"text/event-stream")
-            while request.method != "HEAD" and not (self.client.left or self.world.card.closed):
+            while not (self.head.startswith(b"HEAD ") or self.client.left or self.world.card.closed):
                 news.clear()
-                self.client.send(f"data: {json.dumps(self.world.eyes.picture())}\n\n".encode())
+                self.client.send(f"data: {json.dumps(eyes.picture())}\n\n".encode())
                 time.sleep(EVENT_PAUSE)
                 news.wait(EVENT_SECONDS)
         finally:
-            readers.discard(news)
-            self.client.on_leave()
-        return False
+            eyes.readers.discard(news)
 
-    def _read(self, request):
-        """The bytes of a small body. Raises BadMessage."""
-        body = b""
-        for block in body_blocks(self.client, request):
-            body += block
-            if len(body) > SMALL:
-                raise BadMessage("this body is too large", 413)
-        return body
-
-    def _lease(self, wanted):
+    def _lease(self, query, body):
         """The card for a command, until the last process that has this connection has closed it."""
-        card, over, wait = self.world.card, threading.Event(), member(wanted, "wait")
+        wanted, card, over = parsed(body), self.world.card, threading.Event()
+        wait = member(wanted, "wait")
         hold = card.acquire(self.world.lease, str(member(wanted, "command"))[:500],
                             wait if isinstance(wait, (int, float)) and 0 < wait < 1e9 else 0,
                             False, self.client.on_leave, member(wanted, "again") is True)
-        def ask_end(why):
+        def end():
+            """The hold is taken away: who runs the command ends it first."""
             with contextlib.suppress(Gone):
-                self.client.send(json.dumps({"end": why}).encode() + b"\n")
-            start(lambda: over.wait(LEASE_SECONDS) or card.revoke(hold, f"{why}, and its command did not end"))
+                self.client.send(json.dumps({"end": hold.revoked}).encode() + b"\n")
+            if not over.wait(LEASE_SECONDS):
+                log.error("a command that had the card did not end: %s", hold.what)
         try:
             self.client.send(STREAM_HEAD % b"application/x-ndjson")
-            hold.on_revoke, hold.ask_end = over.set, ask_end
+            hold.on_revoke = end
             self.client.on_leave(over.set)
             over.wait()
         finally:
             card.release(hold)
-            over.set()
-        return False
 
-    def _release(self, query):
+    def _release(self, query, body):
         """Let go of a stuck hold: the one that id names (its number, or its job), else the oldest image's."""
         wanted = query_values(query, "id")[:1]
         found = [hold for hold in self.world.card.holds() if (
@@ -2864,14 +2840,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 for hold in (found if wanted else found[:1]) if self._take_away(hold, "released by hand")]}
 
     def _take_away(self, hold, why):
-        """By hand. A lease has its command ended first, by who runs it; others lose the card at once."""
+        """By hand; a job that goes on without the card is told so."""
         log.warning("%s: %s (%s)", why, hold.what, hold.job or "no job")
-        if hold.ask_end:
-            hold.ask_end(why)
-            return True
         return self.world.card.revoke(hold, why, lambda: hold.engine.give_up(hold.job))
 
-    def _free(self, query):
+    def _free(self, query, body):
         """Everything off the card, before all who wait; force=1: also what runs."""
         card, force = self.world.card, "1" in query_values(query, "force")
         def on_wait(leave):
@@ -2884,12 +2857,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         card.release(card.acquire(nobody, "POST /stadi/free", limit, False, on_wait, True))
         return {"freed": True, "vram_used": self.world.eyes.vram.used()}
 
-    def _load(self, query):
+    def _load(self, query, body):
         """Make an engine ready, in its turn; it may idle from then on."""
-        settings, name = self.world.settings, (query_values(query, "engine") or ["sd"])[0]
+        name = (query_values(query, "engine") or ["sd"])[0]
         if not (engine := self.world.engines.get(name)):
             raise Refused(404, f"there is no engine {name!r} behind this stadi", "not_found_error")
-        limit = settings.image_wait if engine.kind == IMAGE else settings.busy_wait
+        limit = self.front.limits.get(engine.kind, self.world.settings.image_wait)
         hold = self.world.card.acquire(engine, "POST /stadi/load", limit, False, self.client.on_leave)
         hold.began = None               # no job: it tells nothing of how long they take
         self.world.card.release(hold)
@@ -2910,13 +2883,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         job = route.path.removeprefix("/sdcpp/v1/jobs/")
         if request.method in READS and (kept := engine.result(job)):
             return self._answer(request, 200, kept.decode("utf-8", "replace"))
-        try:
-            if engine.serving:
-                return self._pass(request, route, engine)
-        except Refused:
-            if engine.serving:
-                raise
-        raise Refused(503, "sd is not loaded")
+        if not engine.serving:
+            raise Refused(503, "sd is not loaded")
+        return self._pass(request, route, engine)
 
     def _take(self, request, route, engine):
         """The body first: no client is seen to leave while its bytes lie unread. A long one may stream."""
@@ -2939,20 +2908,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _held(self, request, route, hold, spool, joins):
         """Relay under a hold, which ends with the answer, or with the job that the answer names."""
-        card, engine, on_left, timer = self.world.card, hold.engine, None, None
+        card, engine, on_left, ended = self.world.card, hold.engine, None, threading.Event()
         if engine.kind == IMAGE:            # an asynchronous job is wanted whether or not its client stays
             on_left = (lambda: None) if joins else functools.partial(card.reconsider, hold)
         exchange = Exchange(self.client, request, self.forwarded, hold, on_left)
+        if engine.job_bound:                # where no threads are left: unbounded, then
+            start(lambda: ended.wait(engine.job_bound) or exchange.expire())
         try:
-            if engine.job_bound:
-                timer = threading.Timer(engine.job_bound, exchange.expire)
-                timer.daemon = True
-                with contextlib.suppress(RuntimeError):         # no threads left: unbounded, then
-                    timer.start()
             return self._run(exchange, engine, spool)
         finally:
-            if timer:
-                timer.cancel()
+            ended.set()
             try:
                 if exchange.expired:
                     engine.give_up(None)
@@ -2967,10 +2932,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _run(self, exchange, engine, spool):
         """Carry out an exchange, over the kept connection where it fits. True if the client's may go on."""
         upstream, self.upstream = self.upstream, None
-        if upstream and (upstream.engine is not engine or not upstream.fits(exchange.request.method)):
-            upstream.close()
-            upstream = None
-        upstream = upstream or Upstream(engine, self.client.stall)
+        if not (upstream and upstream.engine is engine and upstream.fits(exchange.request.method)):
+            if upstream:
+                upstream.close()
+            upstream = Upstream(engine, self.client.stall)
         try:
             if exchange.run(upstream, spool) and not engine.fresh and exchange.keep:
                 upstream.idle_since, self.upstream = time.monotonic(), upstream
