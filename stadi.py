@@ -2373,7 +2373,7 @@ class Eyes:
 
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
-        self._requests, self._moves, self._jobs = collections.Counter(), collections.Counter(), 0
+        self._counts = collections.Counter(gpu_turnstile_image_jobs_total=0)    # name and labels -> how often
         self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _took()
         self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
         self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used)
@@ -2391,26 +2391,26 @@ class Eyes:
         if event == "owner" or fields.get("phase") == "drain":
             self._owners.append((time.time(), fields.get("engine", "→") or ""))
         elif event == "grant":
-            self._jobs += fields["kind"] == IMAGE
-            self._took("gpu_turnstile_lock_wait_seconds", f'kind="{fields["kind"]}"', fields["waited"])
+            self._counts["gpu_turnstile_image_jobs_total"] += fields["kind"] == IMAGE
+            self._took("gpu_turnstile_lock_wait_seconds", f'{{kind="{fields["kind"]}"}}', fields["waited"])
         elif event == "handover":
             level, name = logging.INFO, "hand-over"
             for phase in ("drain", "evict", "vram", "start"):
-                self._took("stadi_handover_seconds", f'phase="{phase}"', fields[f"{phase}_ms"] / 1000)
+                self._took("stadi_handover_seconds", f'{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
             if fields["from"]:
                 back = (fields["evict_ms"] + fields["vram_ms"]) / 1000
                 self._took("gpu_turnstile_unload_seconds", "", back)
-            self._moves[f'from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"'] += 1
+            way = f'from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"'
+            self._counts[f"stadi_handovers_total{{{way}}}"] += 1
         for reader in tuple(self.readers):
             reader.set()
         if log.isEnabledFor(level):
-            log.log(level, name, extra={"fields": {
-                key: round(value, 3) if isinstance(value, float) else value for key, value in fields.items()
-                if value not in (None, [], "") and key != "at"}})
+            log.log(level, name, extra={"fields": {key: value for key, value in fields.items() if (
+                key != "at" and value not in (None, [], ""))}})
 
     def count(self, front, kind, status):
         with self._lock:
-            self._requests[front, kind, status] += 1
+            self._counts[f'stadi_requests_total{{front="{front}",class="{kind}",code="{status}"}}'] += 1
 
     def status(self):
         """The whole state, for JSON; waits for no engine, and for the card's meter a moment at most."""
@@ -2452,38 +2452,31 @@ class Eyes:
         return {"state": card["state"], "llm_inflight": card["in_flight"][LLM], "image_pending": pending}
 
     def metrics(self):
-        """Prometheus' text format 0.0.4."""
-        status, lines, spans = self.status(), [], list(self._spans.items())
+        """Prometheus' text format 0.0.4. The end of a name says of what type it is."""
+        status = self.status()
         waiting = collections.Counter(row["kind"] for row in status["waiting"])
         holder, vram = (status["holder"] or {}).get("engine"), status["vram"]
-        for name, kind, text, samples in (
-                ("gpu_turnstile_state", "gauge", "1 for the state that the card is in",
-                 {f'state="{state}"': int(status["state"] == state) for state in ("idle", LLM, IMAGE)}),
-                ("gpu_turnstile_llm_inflight", "gauge", "LLM requests", {"": status["in_flight"][LLM]}),
-                ("gpu_turnstile_image_jobs_total", "counter", "image jobs given the card", {"": self._jobs}),
-                ("gpu_turnstile_lock_wait_seconds", "histogram", "from a request's arrival to its hold", {}),
-                ("gpu_turnstile_unload_seconds", "histogram", "from eviction to the VRAM's return", {}),
-                ("stadi_build_info", "gauge", "the version that runs", {f'version="{VERSION}"': 1}),
-                ("stadi_holder", "gauge", "1 for the engine that holds the card",
-                 {f'engine="{engine}"': int(engine == holder) for engine in self.engines}),
-                ("stadi_waiting", "gauge", "requests that wait for the card",
-                 {f'kind="{kind}"': waiting[kind] for kind in (LLM, IMAGE)}),
-                ("stadi_handovers_total", "counter", "hand-overs of the card", dict(self._moves)),
-                ("stadi_handover_seconds", "histogram", "one phase of a hand-over", {}),
-                ("stadi_vram_used_bytes", "gauge", "VRAM in use", {"": vram["used"]}),
-                ("stadi_vram_total_bytes", "gauge", "the card's VRAM", {"": vram["total"]}),
-                ("stadi_sd_child_up", "gauge", "whether sd-server lives", {"": int(status["sd_child_up"])}),
-                ("stadi_requests_total", "counter", "requests answered, by front, class and status",
-                 {f'front="{front}",class="{route}",code="{code}"': count
-                  for (front, route, code), count in list(self._requests.items())})):
-            rows = [("", labels, value) for labels, value in samples.items() if value is not None]
-            for labels, (*counts, total) in [(key[1], span) for key, span in spans if key[0] == name]:
-                counts = list(itertools.accumulate(counts))
-                rows += [("_bucket", f'{labels},le="{bound}"'.lstrip(","), count)
-                         for bound, count in zip((*BOUNDS, "+Inf"), counts)]
-                rows += [("_sum", labels, round(total, 6)), ("_count", labels, counts[-1])]
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *(
-                f"{name}{suffix}{{{labels}}} {value}".replace("{}", "") for suffix, labels, value in rows)]
+        samples = {
+            **{f'gpu_turnstile_state{{state="{state}"}}': int(status["state"] == state)
+               for state in ("idle", LLM, IMAGE)},
+            "gpu_turnstile_llm_inflight": status["in_flight"][LLM],
+            f'stadi_build_info{{version="{VERSION}"}}': 1,
+            **{f'stadi_holder{{engine="{engine}"}}': int(engine == holder) for engine in self.engines},
+            **{f'stadi_waiting{{kind="{kind}"}}': waiting[kind] for kind in (LLM, IMAGE)},
+            "stadi_vram_used_bytes": vram["used"], "stadi_vram_total_bytes": vram["total"],
+            "stadi_sd_child_up": int(status["sd_child_up"]), **self._counts}
+        for (name, labels), (*counts, total) in list(self._spans.items()):
+            first, counts = f"{labels[:-1]}," if labels else "{", list(itertools.accumulate(counts))
+            for bound, count in zip((*BOUNDS, "+Inf"), counts):
+                samples[f'{name}_bucket{first}le="{bound}"}}'] = count
+            samples[f"{name}_sum{labels}"], samples[f"{name}_count{labels}"] = total, counts[-1]
+        def family(sample):
+            return re.match(r"\w+?(?=(_bucket|_sum|_count)?({|$))", sample)[0]
+        types, lines = {"total": "counter", "seconds": "histogram"}, []
+        for name, rows in itertools.groupby(sorted(samples, key=family), family):
+            lines += [f"# HELP {name} {name.replace('_', ' ')}",
+                      f"# TYPE {name} {types.get(name.rpartition('_')[2], 'gauge')}",
+                      *(f"{row} {samples[row]}" for row in rows if samples[row] is not None)]
         return "\n".join(lines) + "\n"
 
 # ----- Page -------------------------------------------------------------------------------------------------
@@ -2643,21 +2636,18 @@ Front = collections.namedtuple("Front", "name table strict limits gates", defaul
 
 class Server(http.server.ThreadingHTTPServer):
     """Accepts; a thread for each connection. Never ends: main leaves the process."""
-    daemon_threads, block_on_close, request_queue_size = True, False, 1024
     shutdown_request = http.server.HTTPServer.close_request     # the handler has shut it down in its own way
 
     def __init__(self, endpoint, front, world):
+        """An empty host is every address of both families. Raises OSError."""
         self.front, self.world = front, world           # world: settings, card, engines, eyes, watcher
         self.most = max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 3)      # connections
-        if ":" in endpoint.host or not endpoint.host and socket.has_ipv6:
-            self.address_family = socket.AF_INET6
-        super().__init__(endpoint, Handler)
-
-    def server_bind(self):
-        """Without the name look-up of the original; an empty host is every address of both families."""
-        if self.address_family == socket.AF_INET6 and not self.server_address[0]:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super(http.server.HTTPServer, self).server_bind()
+        super().__init__(endpoint, Handler, bind_and_activate=False)
+        self.socket.close()
+        everywhere = not endpoint.host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere or ":" in endpoint.host else socket.AF_INET
+        self.socket = socket.create_server(endpoint, family=family, backlog=1024, dualstack_ipv6=everywhere)
+        self.server_address = self.socket.getsockname()
 
     def serve_forever(self):
         """All of its threads on the CPU that runs it now. They share the interpreter's lock, and handing that
@@ -2667,17 +2657,15 @@ class Server(http.server.ThreadingHTTPServer):
         super().serve_forever(3600)
 
     def get_request(self):
+        """Where there are too many they wait: without a spin, and the engines' connections get descriptors."""
         try:
+            if len(self.world.watcher.clients) >= self.most:
+                raise OSError(errno.EMFILE, f"more than {self.most} connections")
             return super().get_request()
         except OSError as error:
-            log.error("no connection can be accepted (%s): raise ulimit -n", error.strerror)
-            time.sleep(0.2)                             # the socket stays readable: no spin
+            log.error("no connection is accepted now (%s): raise ulimit -n", error.strerror)
+            time.sleep(0.2)
             raise
-
-    def process_request(self, request, client_address):
-        if len(self.world.watcher.clients) >= self.most:
-            raise RuntimeError(f"more than {self.most} connections (ulimit -n)")
-        super().process_request(request, client_address)
 
     def handle_error(self, request, client_address):
         """Of a connection that got no thread, or that its handler could not even close."""
@@ -2771,9 +2759,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                                " adds names", "forbidden")
         changes = request.method not in ("GET", "HEAD", "OPTIONS")
         if changes or strict and (request.upgrade or route.kind in (TAKE, STEER)):
-            origin = request.values.get(b"origin")
-            page = None if origin is None else origin.decode("latin-1")
-            strange = page is not None and not own_origin(page, request.host)
+            page = request.values.get(b"origin", b"").decode("latin-1")
+            strange = b"origin" in request.values and not own_origin(page, request.host)
             cross = request.values.get(b"sec-fetch-site") == b"cross-site"
             if (strange or cross) and page not in settings.allow_origin:
                 raise Refused(403, f"pages of {page or 'another site'} may not use this stadi;"
@@ -3213,7 +3200,7 @@ def listen(world):
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE and f" by {who_listens(listeners(endpoint.port))}; end it"
-            raise Usage(f"{SETTINGS[flag]}: {endpoint}: {error.strerror}{taken or ''}") from None
+            raise Usage(f"{SETTINGS[flag]}: {endpoint}: {os.strerror(error.errno)}{taken or ''}") from None
     return servers
 
 def serve(settings, environ):
