@@ -2374,12 +2374,12 @@ class Eyes:
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
         self._counts = collections.Counter(gpu_turnstile_image_jobs_total=0)    # name and labels -> how often
-        self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _took()
+        self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _add()
         self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
         self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used)
         self.readers = set()                            # Events to set when something has changed
 
-    def _took(self, name, labels, seconds):
+    def _add(self, name, labels, seconds):
         """Into a histogram: a count for each of BOUNDS, one of what is beyond, the sum."""
         span = self._spans[name, labels]
         span[bisect.bisect_left(BOUNDS, seconds)] += 1
@@ -2392,14 +2392,13 @@ class Eyes:
             self._owners.append((time.time(), fields.get("engine", "→") or ""))
         elif event == "grant":
             self._counts["gpu_turnstile_image_jobs_total"] += fields["kind"] == IMAGE
-            self._took("gpu_turnstile_lock_wait_seconds", f'{{kind="{fields["kind"]}"}}', fields["waited"])
+            self._add("gpu_turnstile_lock_wait_seconds", f'{{kind="{fields["kind"]}"}}', fields["waited"])
         elif event == "handover":
             level, name = logging.INFO, "hand-over"
             for phase in ("drain", "evict", "vram", "start"):
-                self._took("stadi_handover_seconds", f'{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
+                self._add("stadi_handover_seconds", f'{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
             if fields["from"]:
-                back = (fields["evict_ms"] + fields["vram_ms"]) / 1000
-                self._took("gpu_turnstile_unload_seconds", "", back)
+                self._add("gpu_turnstile_unload_seconds", "", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
             way = f'from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"'
             self._counts[f"stadi_handovers_total{{{way}}}"] += 1
         for reader in tuple(self.readers):
@@ -2441,9 +2440,8 @@ class Eyes:
         if sd:
             status["sd"]["log_tail"] = sd.child.log_tail()[-12:] if sd.child else []
         def last_hour(rows):
-            """With the one that it began with."""
             rows = list(rows)
-            return rows[max(0, bisect.bisect(rows, (now - 3600,)) - 1):]
+            return rows[max(0, bisect.bisect(rows, (now - 3600,)) - 1):]    # with what it began with
         return {**status, "history": {"owners": last_hour(self._owners), "vram": last_hour(self._levels)}}
 
     def health(self):
@@ -2470,8 +2468,7 @@ class Eyes:
             for bound, count in zip((*BOUNDS, "+Inf"), counts):
                 samples[f'{name}_bucket{first}le="{bound}"}}'] = count
             samples[f"{name}_sum{labels}"], samples[f"{name}_count{labels}"] = total, counts[-1]
-        def family(sample):
-            return re.match(r"\w+?(?=(_bucket|_sum|_count)?({|$))", sample)[0]
+        family = functools.partial(re.sub, r"(_bucket|_sum|_count)?({.*)?$", "")
         types, lines = {"total": "counter", "seconds": "histogram"}, []
         for name, rows in itertools.groupby(sorted(samples, key=family), family):
             lines += [f"# HELP {name} {name.replace('_', ' ')}",
@@ -2644,7 +2641,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.most = max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 3)      # connections
         super().__init__(endpoint, Handler, bind_and_activate=False)
         self.socket.close()
-        everywhere = not endpoint.host and socket.has_dualstack_ipv6()
+        everywhere = endpoint.host in ("", "::") and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if everywhere or ":" in endpoint.host else socket.AF_INET
         self.socket = socket.create_server(endpoint, family=family, backlog=1024, dualstack_ipv6=everywhere)
         self.server_address = self.socket.getsockname()
@@ -2657,7 +2654,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().serve_forever(3600)
 
     def get_request(self):
-        """Where there are too many they wait: without a spin, and the engines' connections get descriptors."""
+        """Where there are too many they wait, without a spin; the engines' connections get descriptors."""
         try:
             if len(self.world.watcher.clients) >= self.most:
                 raise OSError(errno.EMFILE, f"more than {self.most} connections")
@@ -2736,29 +2733,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Answer one request; True if the connection may go on."""
         route = self.front.table.classify(request.method, request.target)
         self.route_kind, request.upgrade = route.kind, request.upgrade and route.kind == PASS
-        self._guard(request, route)
+        if self.front.strict or route.kind == OWN:
+            self._guard(request, route)
         if route.kind == OWN:
             return self._own(request, route)
-        engine = self.world.engines.get(route.engine)
-        if engine:
-            return getattr(self, f"_{route.kind}")(request, route, engine)
-        what, flag = ("sd-server", "sd") if route.engine == "sd" else ("router", "llm")
-        raise Refused(404, f"there is no {what} behind this stadi (-{flag} off)", "not_found_error")
+        if not (engine := self.world.engines.get(route.engine)):
+            raise Refused(404, f"no {route.engine} is behind this stadi (-llm or -sd off)", "not_found_error")
+        return {PASS: self._pass, WATCH: self._watch}.get(route.kind, self._take)(request, route, engine)
 
     def _guard(self, request, route):
         """The router and sd-server reflect any Origin, without a defence; Ollama and ComfyUI have their own.
         stadi's own routes are guarded everywhere; health checks come through other proxies."""
-        settings, strict, own = self.world.settings, self.front.strict, route.kind == OWN
-        if not (strict or own):
-            return
+        settings, strict = self.world.settings, self.front.strict
         if strict and request.method in READS and not request.body.done:
             raise BadMessage(f"a {request.method} with a body: a form in it could name a model")
-        free = own and route.path in ("/healthz", "/metrics")
+        free = route.kind == OWN and route.path in ("/healthz", "/metrics")
         if not free and not own_name(request.host, settings.allow_host):
             raise Refused(403, f"Host {request.host!r} is no name of this stadi; {SETTINGS['allow-host']}"
                                " adds names", "forbidden")
-        changes = request.method not in ("GET", "HEAD", "OPTIONS")
-        if changes or strict and (request.upgrade or route.kind in (TAKE, STEER)):
+        reads = request.method in ("GET", "HEAD", "OPTIONS")
+        if not reads or strict and (request.upgrade or route.kind in (TAKE, STEER)):
             page = request.values.get(b"origin", b"").decode("latin-1")
             strange = b"origin" in request.values and not own_origin(page, request.host)
             cross = request.values.get(b"sec-fetch-site") == b"cross-site"
@@ -2769,15 +2763,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _own(self, request, route):
         """stadi's own routes, by path: how it is asked, and who answers (with None: it has been done)."""
         eyes, path, query = self.world.eyes, route.path, request.target.partition("?")[2]
-        look = {"/status": eyes.status, "/healthz": eyes.health, "/metrics": eyes.metrics,
-                "/stadi": lambda: PAGE, "/stadi/events": self._events}.get(path)
-        if request.method not in (READS if look else ("POST",)):
-            raise Refused(405, f"{path} is asked with {'GET' if look else 'POST'}", "invalid_request_error")
+        looks = {"/status": eyes.status, "/healthz": eyes.health, "/metrics": eyes.metrics,
+                 "/stadi": lambda: PAGE, "/stadi/events": self._events}
+        deeds = {"free": self._free, "load": self._load, "lease": self._lease, "release": self._release}
+        methods = READS if path in looks else ("POST",)
+        if request.method not in methods:
+            raise BadMessage(f"{path} is asked with {methods[0]}", 405)
         if not isinstance(request.body, Sized) or request.body.left > SMALL:
             raise BadMessage(f"the body here has a Content-Length of at most {SMALL}", 413)
         body = b"".join(body_blocks(self.client, request))
-        action = getattr(self, "_" + path.rpartition("/")[2], None)         # free, load, lease, release
-        answer = look() if look else action(query, body)
+        answer = looks[path]() if path in looks else deeds[path.rpartition("/")[2]](query, body)
         kind = {"/metrics": "text/plain; version=0.0.4; charset=utf-8",
                 "/stadi": "text/html; charset=utf-8"}.get(path, "application/json")
         return answer is not None and self._answer(request, 200, answer, PAGE_HEAD, kind)
@@ -2799,17 +2794,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _lease(self, query, body):
         """The card for a command, until the last process that has this connection has closed it."""
-        wanted, card, over = parsed(body), self.world.card, threading.Event()
-        wait = member(wanted, "wait")
-        hold = card.acquire(self.world.lease, str(member(wanted, "command"))[:500],
-                            wait if isinstance(wait, (int, float)) and 0 < wait < 1e9 else 0,
-                            False, self.client.on_leave, member(wanted, "again") is True)
+        card, over, wanted = self.world.card, threading.Event(), parsed(body)
+        command, wait, again = (member(wanted, key) for key in ("command", "wait", "again"))
+        limit = wait if isinstance(wait, (int, float)) and 0 < wait < 1e9 else 0
+        hold = card.acquire(self.world.lease, str(command)[:500], limit, on_wait=self.client.on_leave,
+                            ahead=again is True)
         def end():
             """The hold is taken away: who runs the command ends it first."""
             with contextlib.suppress(Gone):
                 self.client.send(json.dumps({"end": hold.revoked}).encode() + b"\n")
-            if not over.wait(LEASE_SECONDS):
-                log.error("a command that had the card did not end: %s", hold.what)
+            over.wait(LEASE_SECONDS)
         try:
             self.client.send(STREAM_HEAD % b"application/x-ndjson")
             hold.on_revoke = end
@@ -2820,14 +2814,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _release(self, query, body):
         """Let go of a stuck hold: the one that id names (its number, or its job), else the oldest image's."""
-        wanted = query_values(query, "id")[:1]
+        wanted = query_values(query, "id")
         found = [hold for hold in self.world.card.holds() if (
             wanted[0] in (str(hold.id), hold.job) if wanted else hold.engine.kind == IMAGE)]
-        return {"released": [dict(id=hold.id, engine=hold.engine.name, what=hold.what, job=hold.job)
-                for hold in (found if wanted else found[:1]) if self._take_away(hold, "released by hand")]}
+        return {"released": [{"id": hold.id, "engine": hold.engine.name, "what": hold.what, "job": hold.job}
+                             for hold in found[:1] if self._take_away(hold, "released by hand")]}
 
     def _take_away(self, hold, why):
-        """By hand; a job that goes on without the card is told so."""
         log.warning("%s: %s (%s)", why, hold.what, hold.job or "no job")
         return self.world.card.revoke(hold, why, lambda: hold.engine.give_up(hold.job))
 
@@ -2855,8 +2848,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.world.card.release(hold)
         return {"loaded": name}
 
-    def _pass(self, request, route, engine, hold=None, spool=None):
-        return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool or Spool())
     def _watch(self, request, route, engine):
         """Looking may neither turn the card round nor keep anything there."""
         if engine.kind == LLM:
@@ -2867,8 +2858,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 finally:
                     self.world.card.release(hold)
             raise Refused(503, "llm is not loaded")
-        job = route.path.removeprefix("/sdcpp/v1/jobs/")
-        if request.method in READS and (kept := engine.result(job)):
+        if request.method in READS and (kept := engine.result(route.path.removeprefix("/sdcpp/v1/jobs/"))):
             return self._answer(request, 200, kept.decode("utf-8", "replace"))
         if not engine.serving:
             raise Refused(503, "sd is not loaded")
@@ -2891,8 +2881,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         finally:
             spool.close()
 
-    _steer = _take
-
     def _held(self, request, route, hold, spool, joins):
         """Relay under a hold, which ends with the answer, or with the job that the answer names."""
         card, engine, on_left, ended = self.world.card, hold.engine, None, threading.Event()
@@ -2902,7 +2890,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if engine.job_bound:                # where no threads are left: unbounded, then
             start(lambda: ended.wait(engine.job_bound) or exchange.expire())
         try:
-            return self._run(exchange, engine, spool)
+            return self._pass(request, route, engine, hold, spool, exchange)
         finally:
             ended.set()
             try:
@@ -2916,15 +2904,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 elif not start(follow, card, hold):     # no threads left: this one will do
                     follow(card, hold)
 
-    def _run(self, exchange, engine, spool):
+    def _pass(self, request, route, engine, hold=None, spool=None, exchange=None):
         """Carry out an exchange, over the kept connection where it fits. True if the client's may go on."""
-        upstream, self.upstream = self.upstream, None
-        if not (upstream and upstream.engine is engine and upstream.fits(exchange.request.method)):
+        exchange, upstream = exchange or Exchange(self.client, request, self.forwarded, hold), self.upstream
+        self.upstream = None
+        if not (upstream and upstream.engine is engine and upstream.fits(request.method)):
             if upstream:
                 upstream.close()
             upstream = Upstream(engine, self.client.stall)
         try:
-            if exchange.run(upstream, spool) and not engine.fresh and exchange.keep:
+            if exchange.run(upstream, spool or Spool()) and not engine.fresh and exchange.keep:
                 upstream.idle_since, self.upstream = time.monotonic(), upstream
         finally:
             if self.upstream is not upstream:
