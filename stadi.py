@@ -2368,15 +2368,13 @@ class LogFormat(logging.Formatter):
         return re.sub(NOT_PRINTED, " ", f"{at} {record.levelname:7} {message}{words}")
 
 class Eyes:
-    """What people and programs look at. The state is asked for at that moment, not kept beside its owner."""
-    card = vram = engines = None            # set by build()
-
+    """What people and programs look at. Of card, vram and engines (set by build()) nothing is kept here."""
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
         self._counts = collections.Counter(gpu_turnstile_image_jobs_total=0)    # name and labels -> how often
         self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _add()
         self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
-        self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used)
+        self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used): see sample()
         self.readers = set()                            # Events to set when something has changed
 
     def _add(self, name, labels, seconds):
@@ -2434,14 +2432,12 @@ class Eyes:
 
     def picture(self):
         """The status, with what the page draws besides."""
-        status, sd, now = self.status(), self.engines.get("sd"), time.time()
-        if status["vram"]["used"] is not None:
-            self._levels.append((now, status["vram"]["used"]))
+        status, sd, since = self.status(), self.engines.get("sd"), time.time() - 3600
         if sd:
             status["sd"]["log_tail"] = sd.child.log_tail()[-12:] if sd.child else []
         def last_hour(rows):
             rows = list(rows)
-            return rows[max(0, bisect.bisect(rows, (now - 3600,)) - 1):]    # with what it began with
+            return rows[max(0, bisect.bisect(rows, (since,)) - 1):]    # with what it began with
         return {**status, "history": {"owners": last_hour(self._owners), "vram": last_hour(self._levels)}}
 
     def health(self):
@@ -2611,13 +2607,12 @@ everySecond(), setInterval(everySecond, 1000);
 """
 
 # ----- Front ------------------------------------------------------------------------------------------------
-OWN_NAMES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")     # no stranger can own these
-
 @functools.lru_cache(1024)
 def own_name(host, allowed):
     """Whether a Host is one that no stranger can make a browser send (DNS rebinding)."""
     name = re.sub(r":\d+$", "", host).strip("[]").rstrip(".")
-    return is_ip(name) or "." not in name or name.endswith(OWN_NAMES) or name in allowed
+    return (is_ip(name) or "." not in name or name in allowed
+            or name.endswith((".localhost", ".local", ".internal", ".lan", ".home.arpa")))
 
 def own_origin(origin, host):
     """Whether a page of this origin may use stadi without being named: the Host's own, or this machine's."""
@@ -2647,8 +2642,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
 
     def serve_forever(self):
-        """All of its threads on the CPU that runs it now. They share the interpreter's lock, and handing that
-        to another CPU takes longer than the work (measured, 32 clients: twice the requests per second)."""
+        """All its threads on one CPU: to hand their lock to another costs half the speed (measured)."""
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(proc("self/stat").rpartition(b")")[2].split()[36])})
         super().serve_forever(3600)
@@ -2665,7 +2659,6 @@ class Server(http.server.ThreadingHTTPServer):
             raise
 
     def handle_error(self, request, client_address):
-        """Of a connection that got no thread, or that its handler could not even close."""
         if not isinstance(error := sys.exc_info()[1], (OSError, Gone)):
             log.error("a connection failed: %r", error)
 
@@ -2749,16 +2742,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise BadMessage(f"a {request.method} with a body: a form in it could name a model")
         free = route.kind == OWN and route.path in ("/healthz", "/metrics")
         if not free and not own_name(request.host, settings.allow_host):
-            raise Refused(403, f"Host {request.host!r} is no name of this stadi; {SETTINGS['allow-host']}"
-                               " adds names", "forbidden")
-        reads = request.method in ("GET", "HEAD", "OPTIONS")
-        if not reads or strict and (request.upgrade or route.kind in (TAKE, STEER)):
+            raise Refused(403, f"{request.host!r} is no name of stadi (-allow-host adds names)", "forbidden")
+        uses = request.upgrade or route.kind in (TAKE, STEER)
+        if request.method not in (*READS, "OPTIONS") or strict and uses:
             page = request.values.get(b"origin", b"").decode("latin-1")
             strange = b"origin" in request.values and not own_origin(page, request.host)
             cross = request.values.get(b"sec-fetch-site") == b"cross-site"
             if (strange or cross) and page not in settings.allow_origin:
-                raise Refused(403, f"pages of {page or 'another site'} may not use this stadi;"
-                                   f" {SETTINGS['allow-origin']} names those that may", "forbidden")
+                who = f"pages of {page!r}" if page else "pages of another site"
+                raise Refused(403, f"{who} may not use stadi (-allow-origin names who may)", "forbidden")
 
     def _own(self, request, route):
         """stadi's own routes, by path: how it is asked, and who answers (with None: it has been done)."""
@@ -2794,11 +2786,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _lease(self, query, body):
         """The card for a command, until the last process that has this connection has closed it."""
-        card, over, wanted = self.world.card, threading.Event(), parsed(body)
+        card, lease, over, wanted = self.world.card, self.world.lease, threading.Event(), parsed(body)
         command, wait, again = (member(wanted, key) for key in ("command", "wait", "again"))
         limit = wait if isinstance(wait, (int, float)) and 0 < wait < 1e9 else 0
-        hold = card.acquire(self.world.lease, str(command)[:500], limit, on_wait=self.client.on_leave,
-                            ahead=again is True)
+        hold = card.acquire(lease, str(command)[:500], limit, False, self.client.on_leave, again is True)
         def end():
             """The hold is taken away: who runs the command ends it first."""
             with contextlib.suppress(Gone):
