@@ -2371,7 +2371,7 @@ class Eyes:
     """What people and programs look at. Of card, vram and engines (set by build()) nothing is kept here."""
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
-        self._counts = collections.Counter(gpu_turnstile_image_jobs_total=0)    # name and labels -> how often
+        self._counts = collections.Counter()            # (name and labels, as a pattern, values) -> how often
         self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _add()
         self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
         self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used): see sample()
@@ -2389,7 +2389,6 @@ class Eyes:
         if event == "owner" or fields.get("phase") == "drain":
             self._owners.append((time.time(), fields.get("engine", "→") or ""))
         elif event == "grant":
-            self._counts["gpu_turnstile_image_jobs_total"] += fields["kind"] == IMAGE
             self._add("gpu_turnstile_lock_wait_seconds", f'{{kind="{fields["kind"]}"}}', fields["waited"])
         elif event == "handover":
             level, name = logging.INFO, "hand-over"
@@ -2397,8 +2396,8 @@ class Eyes:
                 self._add("stadi_handover_seconds", f'{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
             if fields["from"]:
                 self._add("gpu_turnstile_unload_seconds", "", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
-            way = f'from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"'
-            self._counts[f"stadi_handovers_total{{{way}}}"] += 1
+            way = fields["from"] or "none", fields["to"] or "none"
+            self._counts['stadi_handovers_total{from="%s",to="%s"}', *way] += 1
         for reader in tuple(self.readers):
             reader.set()
         if log.isEnabledFor(level):
@@ -2407,7 +2406,7 @@ class Eyes:
 
     def count(self, front, kind, status):
         with self._lock:
-            self._counts[f'stadi_requests_total{{front="{front}",class="{kind}",code="{status}"}}'] += 1
+            self._counts['stadi_requests_total{front="%s",class="%s",code="%s"}', front, kind, status] += 1
 
     def status(self):
         """The whole state, for JSON; waits for no engine, and for the card's meter a moment at most."""
@@ -2450,15 +2449,17 @@ class Eyes:
         status = self.status()
         waiting = collections.Counter(row["kind"] for row in status["waiting"])
         holder, vram = (status["holder"] or {}).get("engine"), status["vram"]
+        jobs = self._spans.get(("gpu_turnstile_lock_wait_seconds", '{kind="image"}'), ())[:-1]
         samples = {
             **{f'gpu_turnstile_state{{state="{state}"}}': int(status["state"] == state)
                for state in ("idle", LLM, IMAGE)},
             "gpu_turnstile_llm_inflight": status["in_flight"][LLM],
-            f'stadi_build_info{{version="{VERSION}"}}': 1,
+            "gpu_turnstile_image_jobs_total": sum(jobs), f'stadi_build_info{{version="{VERSION}"}}': 1,
             **{f'stadi_holder{{engine="{engine}"}}': int(engine == holder) for engine in self.engines},
             **{f'stadi_waiting{{kind="{kind}"}}': waiting[kind] for kind in (LLM, IMAGE)},
             "stadi_vram_used_bytes": vram["used"], "stadi_vram_total_bytes": vram["total"],
-            "stadi_sd_child_up": int(status["sd_child_up"]), **self._counts}
+            "stadi_sd_child_up": int(status["sd_child_up"]),
+            **{key[0] % key[1:]: count for key, count in list(self._counts.items())}}
         for (name, labels), (*counts, total) in list(self._spans.items()):
             first, counts = f"{labels[:-1]}," if labels else "{", list(itertools.accumulate(counts))
             for bound, count in zip((*BOUNDS, "+Inf"), counts):
