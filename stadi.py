@@ -440,7 +440,6 @@ class Hold:
     """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
     turn = error = None         # turn: the Condition that it waits on, once it has to; error: its refusal
     since = began = None        # since when it is had; when it, or the hand-over for it, began
-    ask_end = None              # (why): has its work end by itself before the card is given on
     job = None                  # the asynchronous job that keeps it after the answer
     unwanted = False            # nobody waits for its work: it may be ended for the next
     revoked = ""                # why it was taken away
@@ -2239,6 +2238,7 @@ def tunnel(client, engine, first=b""):
 
 # ----- Eyes -------------------------------------------------------------------------------------------------
 NOT_PRINTED = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+"    # what steers a terminal
+BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)   # of histograms, in seconds
 
 class LogFormat(logging.Formatter):
     """One line a record, whatever stands in it: text, or JSON."""
@@ -2251,65 +2251,48 @@ class LogFormat(logging.Formatter):
         if self.as_json:
             return json.dumps({"time": at, "level": record.levelname, "msg": message, **fields})
         words = "".join(f" {key}={json.dumps(value)}" for key, value in fields.items())
-        line = f"{at} {record.levelname:7} {message}{words}"            # without what steers a terminal
-        return re.sub(NOT_PRINTED, " ", line)
-
-class Histogram:
-    """Counts by upper bound in seconds, as Prometheus wants them: cumulative when shown."""
-    BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-
-    def __init__(self):
-        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
-    def add(self, seconds):
-        self.counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
-        self.sum += seconds
-
-    def lines(self, name, labels):
-        counts, first = list(itertools.accumulate(self.counts)), f"{labels[:-1]}," if labels else "{"
-        return [*(f'{name}_bucket{first}le="{bound}"}} {count}' for bound, count in
-                  zip((*self.BOUNDS, "+Inf"), counts)),
-                f"{name}_sum{labels} {self.sum:.6f}", f"{name}_count{labels} {counts[-1]}"]
+        return re.sub(NOT_PRINTED, " ", f"{at} {record.levelname:7} {message}{words}")
 
 class Eyes:
-    """What people and programs look at. The state is asked for at that moment, not kept beside its owner."""
-    card = vram = engines = None            # set by build()
-
+    """What people and programs look at. Of card, vram and engines (set by build()) nothing is kept here."""
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
-        self._requests, self._moves, self._jobs = collections.Counter(), collections.Counter(), 0
-        self._spans = collections.defaultdict(Histogram)                # (name, labels) -> Histogram
+        self._counts = collections.Counter()            # (name and labels, as a pattern, values) -> how often
+        self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _add()
         self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
-        self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used)
+        self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used): see sample()
         self.readers = set()                            # Events to set when something has changed
+
+    def _add(self, name, labels, seconds):
+        """Into a histogram: a count for each of BOUNDS, one of what is beyond, the sum."""
+        span = self._spans[name, labels]
+        span[bisect.bisect_left(BOUNDS, seconds)] += 1
+        span[-1] += seconds
 
     def tell(self, event, **fields):
         """Told by the card, under its lock, at every transition."""
-        if event in ("phase", "owner"):
-            who = "→" if event == "phase" else fields["engine"] or ""
-            if not self._owners or self._owners[-1][1] != who:
-                self._owners.append((time.time(), who))
+        level, name = logging.DEBUG, event
+        if event == "owner" or fields.get("phase") == "drain":
+            self._owners.append((time.time(), fields.get("engine", "→") or ""))
+        elif event == "grant":
+            self._add("gpu_turnstile_lock_wait_seconds", f'{{kind="{fields["kind"]}"}}', fields["waited"])
+        elif event == "handover":
+            level, name = logging.INFO, "hand-over"
+            for phase in ("drain", "evict", "vram", "start"):
+                self._add("stadi_handover_seconds", f'{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
+            if fields["from"]:
+                self._add("gpu_turnstile_unload_seconds", "", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
+            way = fields["from"] or "none", fields["to"] or "none"
+            self._counts['stadi_handovers_total{from="%s",to="%s"}', *way] += 1
         for reader in tuple(self.readers):
             reader.set()
-        if event == "grant":
-            self._jobs += fields["kind"] == IMAGE
-            labels = f'{{kind="{fields["kind"]}"}}'
-            self._spans["gpu_turnstile_lock_wait_seconds", labels].add(fields["waited"])
-        if event == "handover":
-            seconds = {phase: fields[f"{phase}_ms"] / 1000 for phase in ("drain", "evict", "vram", "start")}
-            for phase in seconds:
-                self._spans["stadi_handover_seconds", f'{{phase="{phase}"}}'].add(seconds[phase])
-            if fields["from"]:
-                self._spans["gpu_turnstile_unload_seconds", ""].add(seconds["evict"] + seconds["vram"])
-            self._moves[f'{{from="{fields["from"] or "none"}",to="{fields["to"] or "none"}"}}'] += 1
-        level, name = (logging.INFO, "hand-over") if event == "handover" else (logging.DEBUG, event)
         if log.isEnabledFor(level):
-            log.log(level, name, extra={"fields": {
-                key: round(value, 3) if isinstance(value, float) else value for key, value in fields.items()
-                if value not in (None, [], "") and key != "at"}})
+            log.log(level, name, extra={"fields": {key: value for key, value in fields.items() if (
+                key != "at" and value not in (None, [], ""))}})
 
     def count(self, front, kind, status):
         with self._lock:
-            self._requests[front, kind, status] += 1
+            self._counts['stadi_requests_total{front="%s",class="%s",code="%s"}', front, kind, status] += 1
 
     def status(self):
         """The whole state, for JSON; waits for no engine, and for the card's meter a moment at most."""
@@ -2335,14 +2318,12 @@ class Eyes:
     def picture(self):
         """The status, with what the page draws besides."""
         status, sd, since = self.status(), self.engines.get("sd"), time.time() - 3600
-        if status["vram"]["used"] is not None:
-            self._levels.append((time.time(), status["vram"]["used"]))
-        if status["sd"]:
+        if sd:
             status["sd"]["log_tail"] = sd.child.log_tail()[-12:] if sd.child else []
-        rows = list(self._owners)
-        return {**status, "history": {
-            "owners": [row for row, later in zip(rows, [*rows[1:], (since + 1, "")]) if later[0] > since],
-            "vram": [row for row in list(self._levels) if row[0] > since]}}
+        def last_hour(rows):
+            rows = list(rows)
+            return rows[max(0, bisect.bisect(rows, (since,)) - 1):]    # with what it began with
+        return {**status, "history": {"owners": last_hour(self._owners), "vram": last_hour(self._levels)}}
 
     def health(self):
         card = self.card.snapshot()
@@ -2350,34 +2331,32 @@ class Eyes:
         return {"state": card["state"], "llm_inflight": card["in_flight"][LLM], "image_pending": pending}
 
     def metrics(self):
-        """Prometheus' text format 0.0.4."""
-        status, lines = self.status(), []
+        """Prometheus' text format 0.0.4. The end of a name says of what type it is."""
+        status = self.status()
         waiting = collections.Counter(row["kind"] for row in status["waiting"])
         holder, vram = (status["holder"] or {}).get("engine"), status["vram"]
-        for name, kind, text, samples in (
-                ("gpu_turnstile_state", "gauge", "1 for the state that the card is in",
-                 {f'{{state="{state}"}}': int(status["state"] == state) for state in ("idle", LLM, IMAGE)}),
-                ("gpu_turnstile_llm_inflight", "gauge", "LLM requests", {"": status["in_flight"][LLM]}),
-                ("gpu_turnstile_image_jobs_total", "counter", "image jobs given the card", {"": self._jobs}),
-                ("gpu_turnstile_lock_wait_seconds", "histogram", "from a request's arrival to its hold", {}),
-                ("gpu_turnstile_unload_seconds", "histogram", "from eviction to the VRAM's return", {}),
-                ("stadi_build_info", "gauge", "the version that runs", {f'{{version="{VERSION}"}}': 1}),
-                ("stadi_holder", "gauge", "1 for the engine that holds the card",
-                 {f'{{engine="{engine}"}}': int(engine == holder) for engine in self.engines}),
-                ("stadi_waiting", "gauge", "requests that wait for the card",
-                 {f'{{kind="{kind}"}}': waiting[kind] for kind in (LLM, IMAGE)}),
-                ("stadi_handovers_total", "counter", "hand-overs of the card", dict(self._moves)),
-                ("stadi_handover_seconds", "histogram", "one phase of a hand-over", {}),
-                ("stadi_vram_used_bytes", "gauge", "VRAM in use", {"": vram["used"]}),
-                ("stadi_vram_total_bytes", "gauge", "the card's VRAM", {"": vram["total"]}),
-                ("stadi_sd_child_up", "gauge", "whether sd-server lives", {"": int(status["sd_child_up"])}),
-                ("stadi_requests_total", "counter", "requests answered, by front, class and status",
-                 {f'{{front="{front}",class="{route}",code="{code}"}}': count
-                  for (front, route, code), count in list(self._requests.items())})):
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            lines += [f"{name}{labels} {value}" for labels, value in samples.items() if value is not None]
-            for (span, labels), histogram in list(self._spans.items()):
-                lines += histogram.lines(name, labels) if span == name else ()
+        jobs = self._spans.get(("gpu_turnstile_lock_wait_seconds", '{kind="image"}'), ())[:-1]
+        samples = {
+            **{f'gpu_turnstile_state{{state="{state}"}}': int(status["state"] == state)
+               for state in ("idle", LLM, IMAGE)},
+            "gpu_turnstile_llm_inflight": status["in_flight"][LLM],
+            "gpu_turnstile_image_jobs_total": sum(jobs), f'stadi_build_info{{version="{VERSION}"}}': 1,
+            **{f'stadi_holder{{engine="{engine}"}}': int(engine == holder) for engine in self.engines},
+            **{f'stadi_waiting{{kind="{kind}"}}': waiting[kind] for kind in (LLM, IMAGE)},
+            "stadi_vram_used_bytes": vram["used"], "stadi_vram_total_bytes": vram["total"],
+            "stadi_sd_child_up": int(status["sd_child_up"]),
+            **{key[0] % key[1:]: count for key, count in list(self._counts.items())}}
+        for (name, labels), (*counts, total) in list(self._spans.items()):
+            first, counts = f"{labels[:-1]}," if labels else "{", list(itertools.accumulate(counts))
+            for bound, count in zip((*BOUNDS, "+Inf"), counts):
+                samples[f'{name}_bucket{first}le="{bound}"}}'] = count
+            samples[f"{name}_sum{labels}"], samples[f"{name}_count{labels}"] = total, counts[-1]
+        family = functools.partial(re.sub, r"(_bucket|_sum|_count)?({.*)?$", "")
+        types, lines = {"total": "counter", "seconds": "histogram"}, []
+        for name, rows in itertools.groupby(sorted(samples, key=family), family):
+            lines += [f"# HELP {name} {name.replace('_', ' ')}",
+                      f"# TYPE {name} {types.get(name.rpartition('_')[2], 'gauge')}",
+                      *(f"{row} {samples[row]}" for row in rows if samples[row] is not None)]
         return "\n".join(lines) + "\n"
 
 # ----- Page -------------------------------------------------------------------------------------------------
@@ -2514,23 +2493,20 @@ everySecond(), setInterval(everySecond, 1000);
 """
 
 # ----- Front ------------------------------------------------------------------------------------------------
-OWN_NAMES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")     # no stranger can own these
-
 @functools.lru_cache(1024)
 def own_name(host, allowed):
     """Whether a Host is one that no stranger can make a browser send (DNS rebinding)."""
-    name = re.sub(r":\d+$", "", host.lower()).strip("[]").rstrip(".")
-    return is_ip(name) or "." not in name or name.endswith(OWN_NAMES) or name in allowed
+    name = re.sub(r":\d+$", "", host).strip("[]").rstrip(".")
+    return (is_ip(name) or "." not in name or name in allowed
+            or name.endswith((".localhost", ".local", ".internal", ".lan", ".home.arpa")))
 
-def own_origin(origin, host, allowed):
-    """Whether a page of this origin may use stadi: the Host's own, this machine's, or one of a setting."""
+def own_origin(origin, host):
+    """Whether a page of this origin may use stadi without being named: the Host's own, or this machine's."""
     with contextlib.suppress(ValueError):
-        parts, there = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(f"//{host}")
-        usual = {"http": 80, "https": 443}.get(parts.scheme)
-        return origin in allowed or usual and parts.hostname and (
-            Endpoint(parts.hostname, 0).loopback or parts.hostname.endswith(".localhost")
-            or (parts.hostname, parts.port or usual) == (there.hostname, there.port or usual))
-    return False
+        parts = urllib.parse.urlsplit(origin)
+        usual, name = {"http": ":80", "https": ":443"}.get(parts.scheme), parts.hostname
+        return usual and name and (parts.netloc == host.removesuffix(usual) or name.endswith(".localhost")
+                                   or Endpoint(name, 0).loopback)
 
 # One listening address. strict: stadi is the only guard of these engines (Host, Origin, no body on a GET);
 # limits: kind -> seconds that a request waits for the card; gates: paths whose errors are read as ComfyUI's.
@@ -2538,50 +2514,39 @@ Front = collections.namedtuple("Front", "name classify strict limits gates", def
 
 class Server(http.server.ThreadingHTTPServer):
     """Accepts; a thread for each connection. Never ends: main leaves the process."""
-    daemon_threads, block_on_close, request_queue_size = True, False, 1024
     shutdown_request = http.server.HTTPServer.close_request     # the handler has shut it down in its own way
 
     def __init__(self, endpoint, front, world):
+        """An empty host is every address of both families. Raises OSError."""
         self.front, self.world = front, world           # world: settings, card, engines, eyes, watcher
         self.most = max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 3)      # connections
-        if ":" in endpoint.host or not endpoint.host and socket.has_ipv6:
-            self.address_family = socket.AF_INET6
-        super().__init__(endpoint, Handler)
-
-    def server_bind(self):
-        """Without the name look-up of the original; an empty host is every address of both families."""
-        if self.address_family == socket.AF_INET6 and not self.server_address[0]:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super(http.server.HTTPServer, self).server_bind()
+        super().__init__(endpoint, Handler, bind_and_activate=False)
+        self.socket.close()
+        everywhere = endpoint.host in ("", "::") and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere or ":" in endpoint.host else socket.AF_INET
+        self.socket = socket.create_server(endpoint, family=family, backlog=1024, dualstack_ipv6=everywhere)
+        self.server_address = self.socket.getsockname()
 
     def serve_forever(self):
-        """All of its threads on the CPU that runs it now. They share the interpreter's lock, and handing that
-        to another CPU takes longer than the work (measured, 32 clients: twice the requests per second)."""
+        """All its threads on one CPU: to hand their lock to another costs half the speed (measured)."""
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(proc("self/stat").rpartition(b")")[2].split()[36])})
         super().serve_forever(3600)
 
     def get_request(self):
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                log.error("no connection can be accepted (%s): raise ulimit -n", error.strerror)
-                time.sleep(0.2)                         # the socket stays readable: no spin
-            raise
-
-    def process_request(self, request, client_address):
+        """Where there are too many they wait, without a spin; the engines' connections get descriptors."""
         try:
             if len(self.world.watcher.clients) >= self.most:
-                raise RuntimeError(f"more than {self.most} connections (ulimit -n)")
-            super().process_request(request, client_address)
-        except RuntimeError as error:
-            log.error("a connection was refused: %s", error)
-            self.close_request(request)
+                raise OSError(errno.EMFILE, f"more than {self.most} connections")
+            return super().get_request()
+        except OSError as error:
+            log.error("no connection is accepted now (%s): raise ulimit -n", error.strerror)
+            time.sleep(0.2)
+            raise
 
     def handle_error(self, request, client_address):
-        if not isinstance(sys.exc_info()[1], (OSError, Gone)):
-            log.exception("a connection failed")
+        if not isinstance(error := sys.exc_info()[1], (OSError, Gone)):
+            log.error("a connection failed: %r", error)
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """One client connection, request after request: from a route's class to card, relay or answer."""
@@ -2647,123 +2612,96 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Answer one request; True if the connection may go on."""
         route = self.front.classify(request.method, request.target)
         self.route_kind, request.upgrade = route.kind, request.upgrade and route.kind == PASS
-        self._guard(request, route)
+        if self.front.strict or route.kind == OWN:
+            self._guard(request, route)
         if route.kind == OWN:
             return self._own(request, route)
-        engine = self.world.engines.get(route.engine)
-        if engine:
-            return getattr(self, f"_{route.kind}")(request, route, engine)
-        what, flag = ("sd-server", "sd") if route.engine == "sd" else ("router", "llm")
-        raise Refused(404, f"there is no {what} behind this stadi (-{flag} off)", "not_found_error")
+        if not (engine := self.world.engines.get(route.engine)):
+            raise Refused(404, f"no {route.engine} is behind this stadi (-llm or -sd off)", "not_found_error")
+        return {PASS: self._pass, WATCH: self._watch}.get(route.kind, self._take)(request, route, engine)
 
     def _guard(self, request, route):
         """The router and sd-server reflect any Origin, without a defence; Ollama and ComfyUI have their own.
         stadi's own routes are guarded everywhere; health checks come through other proxies."""
-        strict, own, origin = self.front.strict, route.kind == OWN, request.values.get(b"origin")
-        if not (strict or own):
-            return
+        settings, strict = self.world.settings, self.front.strict
         if strict and request.method in READS and not request.body.done:
             raise BadMessage(f"a {request.method} with a body: a form in it could name a model")
-        settings, changes = self.world.settings, request.method not in ("GET", "HEAD", "OPTIONS")
-        free = own and route.path in ("/healthz", "/metrics")
+        free = route.kind == OWN and route.path in ("/healthz", "/metrics")
         if not free and not own_name(request.host, settings.allow_host):
-            raise Refused(403, f"Host {request.host!r} is no name of this stadi; {SETTINGS['allow-host']}"
-                               " adds names", "forbidden")
-        if not (changes or strict and (request.upgrade or route.kind in (TAKE, STEER))):
-            return
-        origin, who = None if origin is None else origin.decode("latin-1"), ""
-        if origin is not None and not own_origin(origin, request.host, settings.allow_origin):
-            who = f"pages of {origin!r}"
-        elif request.values.get(b"sec-fetch-site") == b"cross-site" and origin not in settings.allow_origin:
-            who = "pages of another site"
-        if who:
-            raise Refused(403, f"{who} may not use this stadi; if they may, set -allow-origin"
-                               " (STADI_ALLOW_ORIGIN) to their origin", "forbidden")
+            raise Refused(403, f"{request.host!r} is no name of stadi (-allow-host adds names)", "forbidden")
+        uses = request.upgrade or route.kind in (TAKE, STEER)
+        if request.method not in (*READS, "OPTIONS") or strict and uses:
+            page = request.values.get(b"origin", b"").decode("latin-1")
+            strange = b"origin" in request.values and not own_origin(page, request.host)
+            cross = request.values.get(b"sec-fetch-site") == b"cross-site"
+            if (strange or cross) and page not in settings.allow_origin:
+                who = f"pages of {page!r}" if page else "pages of another site"
+                raise Refused(403, f"{who} may not use stadi (-allow-origin names who may)", "forbidden")
 
     def _own(self, request, route):
-        """stadi's own routes, by path: how it is asked, and who answers."""
+        """stadi's own routes, by path: how it is asked, and who answers (with None: it has been done)."""
         eyes, path, query = self.world.eyes, route.path, request.target.partition("?")[2]
-        shown = {"/status": eyes.status, "/healthz": eyes.health, "/metrics": eyes.metrics,
-                 "/stadi": lambda: PAGE, "/stadi/events": None}
-        if path not in shown:
-            if request.method != "POST":
-                raise Refused(405, f"{path} is asked with POST", "invalid_request_error")
-            body, action = self._read(request), path.rpartition("/")[2]
-            if action == "lease":
-                return self._lease(parsed(body))
-            return self._answer(request, 200, {"free": self._free, "load": self._load}.get(
-                action, self._release)(query))
-        if request.method not in READS:
-            raise Refused(405, f"{path} is read with GET", "invalid_request_error")
-        if path == "/stadi/events":
-            return self._events(request)
-        more, kind = {"/metrics": ("", "text/plain; version=0.0.4; charset=utf-8"),
-                      "/stadi": (PAGE_HEAD, "text/html; charset=utf-8")}.get(path, ("", "application/json"))
-        return self._answer(request, 200, shown[path](), more, kind)
+        looks = {"/status": eyes.status, "/healthz": eyes.health, "/metrics": eyes.metrics,
+                 "/stadi": lambda: PAGE, "/stadi/events": self._events}
+        deeds = {"free": self._free, "load": self._load, "lease": self._lease, "release": self._release}
+        methods = READS if path in looks else ("POST",)
+        if request.method not in methods:
+            raise BadMessage(f"{path} is asked with {methods[0]}", 405)
+        if not isinstance(request.body, Sized) or request.body.left > SMALL:
+            raise BadMessage(f"the body here has a Content-Length of at most {SMALL}", 413)
+        body = b"".join(body_blocks(self.client, request))
+        answer = looks[path]() if path in looks else deeds[path.rpartition("/")[2]](query, body)
+        kind = {"/metrics": "text/plain; version=0.0.4; charset=utf-8",
+                "/stadi": "text/html; charset=utf-8"}.get(path, "application/json")
+        return answer is not None and self._answer(request, 200, answer, PAGE_HEAD, kind)
 
-    def _events(self, request):
+    def _events(self):
         """Server-sent events: the status at every change. A reader holds nothing, and blocks only itself."""
-        news, readers = threading.Event(), self.world.eyes.readers
+        news, eyes = threading.Event(), self.world.eyes
         self.client.on_leave(news.set)
-        readers.add(news)
+        eyes.readers.add(news)
         try:
             self.client.send(STREAM_HEAD % b"text/event-stream")
-            while request.method != "HEAD" and not (self.client.left or self.world.card.closed):
+            while not (self.head.startswith(b"HEAD ") or self.client.left or self.world.card.closed):
                 news.clear()
-                self.client.send(f"data: {json.dumps(self.world.eyes.picture())}\n\n".encode())
+                self.client.send(f"data: {json.dumps(eyes.picture())}\n\n".encode())
                 time.sleep(EVENT_PAUSE)
                 news.wait(EVENT_SECONDS)
         finally:
-            readers.discard(news)
-            self.client.on_leave()
-        return False
+            eyes.readers.discard(news)
 
-    def _read(self, request):
-        """The bytes of a small body. Raises BadMessage."""
-        body = b""
-        for block in body_blocks(self.client, request):
-            body += block
-            if len(body) > SMALL:
-                raise BadMessage("this body is too large", 413)
-        return body
-
-    def _lease(self, wanted):
+    def _lease(self, query, body):
         """The card for a command, until the last process that has this connection has closed it."""
-        card, over, wait = self.world.card, threading.Event(), member(wanted, "wait")
-        hold = card.acquire(self.world.lease, str(member(wanted, "command"))[:500],
-                            wait if isinstance(wait, (int, float)) and 0 < wait < 1e9 else 0,
-                            False, self.client.on_leave, member(wanted, "again") is True)
-        def ask_end(why):
+        card, lease, over, wanted = self.world.card, self.world.lease, threading.Event(), parsed(body)
+        command, wait, again = (member(wanted, key) for key in ("command", "wait", "again"))
+        limit = wait if isinstance(wait, (int, float)) and 0 < wait < 1e9 else 0
+        hold = card.acquire(lease, str(command)[:500], limit, False, self.client.on_leave, again is True)
+        def end():
+            """The hold is taken away: who runs the command ends it first."""
             with contextlib.suppress(Gone):
-                self.client.send(json.dumps({"end": why}).encode() + b"\n")
-            start(lambda: over.wait(LEASE_SECONDS) or card.revoke(hold, f"{why}; its command did not end"))
+                self.client.send(json.dumps({"end": hold.revoked}).encode() + b"\n")
+            over.wait(LEASE_SECONDS)
         try:
             self.client.send(STREAM_HEAD % b"application/x-ndjson")
-            hold.on_revoke, hold.ask_end = over.set, ask_end
+            hold.on_revoke = end
             self.client.on_leave(over.set)
             over.wait()
         finally:
             card.release(hold)
-            over.set()
-        return False
 
-    def _release(self, query):
+    def _release(self, query, body):
         """Let go of a stuck hold: the one that id names (its number, or its job), else the oldest image's."""
-        wanted = query_values(query, "id")[:1]
+        wanted = query_values(query, "id")
         found = [hold for hold in self.world.card.holds() if (
             wanted[0] in (str(hold.id), hold.job) if wanted else hold.engine.kind == IMAGE)]
-        return {"released": [dict(id=hold.id, engine=hold.engine.name, what=hold.what, job=hold.job)
-                for hold in (found if wanted else found[:1]) if self._take_away(hold, "released by hand")]}
+        return {"released": [{"id": hold.id, "engine": hold.engine.name, "what": hold.what, "job": hold.job}
+                             for hold in found[:1] if self._take_away(hold, "released by hand")]}
 
     def _take_away(self, hold, why):
-        """By hand. A lease has its command ended first, by who runs it; others lose the card at once."""
         log.warning("%s: %s (%s)", why, hold.what, hold.job or "no job")
-        if hold.ask_end:
-            hold.ask_end(why)
-            return True
         return self.world.card.revoke(hold, why, lambda: hold.engine.give_up(hold.job))
 
-    def _free(self, query):
+    def _free(self, query, body):
         """Everything off the card, before all who wait; force=1: also what runs."""
         card, force = self.world.card, "1" in query_values(query, "force")
         def on_wait(leave):
@@ -2776,19 +2714,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         card.release(card.acquire(nobody, "POST /stadi/free", limit, False, on_wait, True))
         return {"freed": True, "vram_used": self.world.eyes.vram.used()}
 
-    def _load(self, query):
+    def _load(self, query, body):
         """Make an engine ready, in its turn; it may idle from then on."""
-        settings, name = self.world.settings, (query_values(query, "engine") or ["sd"])[0]
+        name = (query_values(query, "engine") or ["sd"])[0]
         if not (engine := self.world.engines.get(name)):
             raise Refused(404, f"there is no engine {name!r} behind this stadi", "not_found_error")
-        limit = settings.image_wait if engine.kind == IMAGE else settings.busy_wait
+        limit = self.front.limits.get(engine.kind, self.world.settings.image_wait)
         hold = self.world.card.acquire(engine, "POST /stadi/load", limit, False, self.client.on_leave)
         hold.began = None               # no job: it tells nothing of how long they take
         self.world.card.release(hold)
         return {"loaded": name}
 
-    def _pass(self, request, route, engine, hold=None, spool=None):
-        return self._run(Exchange(self.client, request, self.forwarded, hold), engine, spool or Spool())
     def _watch(self, request, route, engine):
         """Looking may neither turn the card round nor keep anything there."""
         if engine.kind == LLM:
@@ -2799,16 +2735,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 finally:
                     self.world.card.release(hold)
             raise Refused(503, "llm is not loaded")
-        job = route.path.removeprefix("/sdcpp/v1/jobs/")
-        if request.method in READS and (kept := engine.result(job)):
+        if request.method in READS and (kept := engine.result(route.path.removeprefix("/sdcpp/v1/jobs/"))):
             return self._answer(request, 200, kept.decode("utf-8", "replace"))
-        try:
-            if engine.serving:
-                return self._pass(request, route, engine)
-        except Refused:
-            if engine.serving:
-                raise
-        raise Refused(503, "sd is not loaded")
+        if not engine.serving:
+            raise Refused(503, "sd is not loaded")
+        return self._pass(request, route, engine)
 
     def _take(self, request, route, engine):
         """The body first: no client is seen to leave while its bytes lie unread. A long one may stream."""
@@ -2827,24 +2758,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         finally:
             spool.close()
 
-    _steer = _take
-
     def _held(self, request, route, hold, spool, joins):
         """Relay under a hold, which ends with the answer, or with the job that the answer names."""
-        card, engine, on_left, timer = self.world.card, hold.engine, None, None
+        card, engine, on_left, ended = self.world.card, hold.engine, None, threading.Event()
         if engine.kind == IMAGE:            # an asynchronous job is wanted whether or not its client stays
             on_left = (lambda: None) if joins else functools.partial(card.reconsider, hold)
         exchange = Exchange(self.client, request, self.forwarded, hold, on_left)
+        if engine.job_bound:                # where no threads are left: unbounded, then
+            start(lambda: ended.wait(engine.job_bound) or exchange.expire())
         try:
-            if engine.job_bound:
-                timer = threading.Timer(engine.job_bound, exchange.expire)
-                timer.daemon = True
-                with contextlib.suppress(RuntimeError):         # no threads left: unbounded, then
-                    timer.start()
-            return self._run(exchange, engine, spool)
+            return self._pass(request, route, engine, hold, spool, exchange)
         finally:
-            if timer:
-                timer.cancel()
+            ended.set()
             try:
                 if exchange.expired:
                     engine.give_up(None)
@@ -2856,15 +2781,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 elif not start(follow, card, hold):     # no threads left: this one will do
                     follow(card, hold)
 
-    def _run(self, exchange, engine, spool):
+    def _pass(self, request, route, engine, hold=None, spool=None, exchange=None):
         """Carry out an exchange, over the kept connection where it fits. True if the client's may go on."""
-        upstream, self.upstream = self.upstream, None
-        if upstream and (upstream.engine is not engine or not upstream.fits(exchange.request.method)):
-            upstream.close()
-            upstream = None
-        upstream = upstream or Upstream(engine, self.client.stall)
+        exchange, upstream = exchange or Exchange(self.client, request, self.forwarded, hold), self.upstream
+        self.upstream = None
+        if not (upstream and upstream.engine is engine and upstream.fits(request.method)):
+            if upstream:
+                upstream.close()
+            upstream = Upstream(engine, self.client.stall)
         try:
-            if exchange.run(upstream, spool) and not engine.fresh and exchange.keep:
+            if exchange.run(upstream, spool or Spool()) and not engine.fresh and exchange.keep:
                 upstream.idle_since, self.upstream = time.monotonic(), upstream
         finally:
             if self.upstream is not upstream:
@@ -3072,7 +2998,7 @@ def listen(world):
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
             held = listeners(endpoint.port)
-            words = f"{error.strerror}, by {who_listens(held)}; end it" if held else error.strerror
+            words = os.strerror(error.errno) + (f", by {who_listens(held)}; end it" if held else "")
             raise Usage(f"{SETTINGS[flag]}: {endpoint}: {words}") from None
     return servers
 
