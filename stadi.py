@@ -502,16 +502,23 @@ class Hold:
             log.exception("a hold's work could not be ended")
 
 class Handover:
-    """The card on its way to `to` (an engine, or None: to nobody); phases timed in milliseconds."""
-    def __init__(self, to, why, requester, evict, began, own=False):
-        self.to, self.why, self.requester, self.evict, self.began = to, why, requester, evict, began
-        self.name, self.own = to.name if to else "nobody", own     # own: of stadi's own accord, evicts nobody
-        self.running = False                        # False: holds are still in the way
+    """The card on its way to `to` (an engine, or None: to nobody), from the end of the holds on."""
+    phase, started, asked = "drain", False, None    # asked: is busy with work outside of any hold
+    before = after = None                           # bytes of VRAM used
+
+    def __init__(self, to, why, requester, evict, began):
+        self.to, self.why, self.requester, self.evict = to, why, requester, evict
+        self.name, self.own = to.name if to else "nobody", to and not requester  # own accord: evicts nobody
         self.cancelled = threading.Event()          # set when nobody wants it any more
-        self.phase, self.phase_since = "drain", began
+        self.began = self.phase_since = began
         self.ms = dict.fromkeys(("drain", "evict", "vram", "start"), 0)
-        self.notes, self.gone, self.started = [], [], False         # gone: names of what was evicted
-        self.asked = self.before = self.after = None    # asked: is busy with work outside of any hold; bytes
+        self.notes, self.gone = [], []              # gone: names of what was evicted
+
+    def note(self, text):
+        """Say it, and keep it for the ledger; no warning once nobody wants the hand-over any more."""
+        if text:
+            self.notes.append(text)
+            log.log(logging.INFO if self.cancelled.is_set() else logging.WARNING, "%s", text)
 
 def choose(waiters, now, job_seconds):
     """Who is next of waiters, by arrival: who goes ahead; (a) LLM requests that would pass their limit before
@@ -542,7 +549,7 @@ class Card:
         self._blocked_total, self._blocked_since = 0.0, None    # seconds in which LLM holds stood in the way
         self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=50))   # engine -> image jobs
         self._residents, self._ledger = {}, collections.deque(maxlen=50)    # engine's name -> its last answer
-        self.warm = None                        # (engine, work(hold)): what an idle card is used for
+        self.warm = self._cold = None           # (engine, work(hold)) for an idle card; due since it is free
 
     def acquire(self, engine, what, limit, joins=False, on_wait=lambda leave: None, ahead=False):
         """Wait for a hold. limit: seconds (rule 4), 0 for none. joins: may queue inside the engine beside its
@@ -575,13 +582,14 @@ class Card:
             others = any(hold.engine is not engine for hold in self._holds.values())
             if self.closed or self._waiters or self._handover or others or self._owner not in (engine, None):
                 return None
-            return self._grant(self._waiter(engine, what))
+            hold = self._grant(self._waiter(engine, what))
+            self._advance()
+            return hold
 
     def free_for(self, engine):
         """Whether a request for engine that came now would have the card (almost) at once."""
         with self._lock:
-            shared = engine.kind == LLM or not self._holds
-            return self._owner is engine and shared and not (self._waiters or self._handover)
+            return self._has(engine) and not self._waiters and (engine.kind == LLM or not self._holds)
 
     def has(self, engine):
         """Whether engine has the card now, by its holds or as the last that was made ready."""
@@ -642,23 +650,10 @@ class Card:
     def _blocked(self, now):
         return self._blocked_total + (now - self._blocked_since if self._blocked_since is not None else 0)
 
-    def _recount(self, moved=False):
-        """Keep the clock of image requests: it runs while LLM holds, or their drain, stand in the way. When
-        that changed, or a hand-over moved, other limits count: every waiter looks again."""
-        in_way, now = [hold.engine.kind for hold in self._holds.values()], self._clock()
-        if self._handover and self._handover.asked:
-            in_way.append(self._handover.asked.kind)
-        blocked = LLM in in_way
-        if blocked != (self._blocked_since is not None):
-            self._blocked_total, self._blocked_since = self._blocked(now), now if blocked else None
-            moved = True
-        for waiter in self._waiters if moved else ():
-            waiter.wake()
-
     def _left(self, waiter):
         """Seconds until this waiter's limit; None while no limit counts."""
         moving, now, image = self._handover, self._clock(), waiter.engine.kind == IMAGE
-        own = moving and moving.running and moving.to is waiter.engine and moving.phase != "drain"
+        own = moving and moving.to is waiter.engine and moving.phase != "drain"
         if own or not waiter.limit or image and self._blocked_since is None:
             return None
         return waiter.limit - (self._blocked(now) - waiter.blocked if image else now - waiter.arrived)
@@ -669,13 +664,13 @@ class Card:
         for hold in self._holds.values():
             doing = f"job {hold.job}" if hold.job else hold.what
             return f"{hold.engine.name} has had it for {now - hold.since:.0f}s ({doing}){hold.engine.hint}"
-        age = moving and f"{now - moving.phase_since:.0f}s"
-        if moving and moving.asked:
+        if not moving:
+            return "others were before it"
+        age = f"{now - moving.phase_since:.0f}s"
+        if moving.asked:
             return (f"{moving.asked.name} has been busy for {age} with work that did not come through"
                     f" stadi, or outlived its connection{moving.asked.hint}")
-        if moving and moving.running:
-            return f"it is on its way to {moving.name}, in the phase {moving.phase} for {age} ({moving.why})"
-        return "others were before it"
+        return f"it is on its way to {moving.name}, in the phase {moving.phase} for {age} ({moving.why})"
 
     def _retry_after(self, engine):
         """Seconds to ask again after: what this engine's hand-over and the holder's job usually take."""
@@ -690,7 +685,7 @@ class Card:
         """Whether it gets a hold without a hand-over. A lone image job has the other engines asked first."""
         return self._has(engine) and (engine.kind == LLM or joins and bool(self._holds))
     def _has(self, engine):
-        return self._owner is engine and not (self._handover and self._handover.running)
+        return self._owner is engine and not self._handover
 
     def _grant(self, hold, began=None):
         engine, now = hold.engine, self._clock()
@@ -700,7 +695,6 @@ class Card:
             self._waiters.remove(hold)
         hold.since, hold.began = now, now if began is None else began
         self._holds[hold.id] = hold
-        self._recount()
         self._tell("grant", hold=hold.id, engine=engine.name, kind=engine.kind, what=hold.what,
                    waited=now - hold.arrived)
         hold.wake()
@@ -711,33 +705,33 @@ class Card:
         if not self._holds.pop(hold.id, None):
             return False
         engine, now = hold.engine, self._clock()
-        hold.revoked, self._idle_since = revoked, now       # the mover may look before _advance() does
+        hold.revoked = revoked
         if engine.kind == IMAGE and hold.began is not None:
             self._seconds[engine].append(now - hold.began)
-        self._recount()
         self._tell("release", hold=hold.id, engine=engine.name, held=now - hold.since, revoked=revoked)
         return True
 
     def _next(self):
         return choose(self._waiters, self._clock(), self._job_seconds) if self._waiters else None
 
-    def _advance(self):
-        """Grant whatever can be granted now; settle what the mover has to do. Called after every change."""
-        moving = self._handover
-        if moving and moving.running and not self.closed:
-            self._still_wanted(moving)
-        elif not self.closed:
-            while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
-                self._grant(waiter)
-            if waiter is None:
-                self._handover = moving if moving and moving.own else None
-            elif not moving or moving.requester is not waiter:
-                began = moving.began if moving and moving.to is waiter.engine else self._clock()
-                evict = [engine for engine in self._engines if engine is not waiter.engine]
-                self._handover = Handover(waiter.engine, waiter.what, waiter, evict, began)
+    def _advance(self, moved=False):
+        """Grant whatever can be granted now; wake whom it concerns. Called after every change; moved: a
+        hand-over went on, so that other limits count."""
+        if self._handover:
+            self._still_wanted(self._handover)
+        while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
+            self._grant(waiter)
+        hold, now = next(iter(self._holds.values()), None), self._clock()
+        in_way = hold.engine if hold else self._handover and self._handover.asked
+        blocked = bool(in_way) and in_way.kind == LLM       # LLM holds, or their drain
+        if blocked != (self._blocked_since is not None):
+            self._blocked_total, self._blocked_since = self._blocked(now), now if blocked else None
+            moved = True
+        for other in self._waiters if moved else ():
+            other.wake()
         if not (self._holds or self._waiters):
-            self._idle_since = self._clock()
-        if self._handover or self.closed or self._idle_left() is not None:
+            self._idle_since = now
+        if waiter or self.closed or self._idle_left() is not None:
             self._work.notify_all()
 
     def _still_wanted(self, moving):
@@ -755,8 +749,8 @@ class Card:
             moving.cancelled.set()
 
     def _idle_left(self):
-        """Seconds until the owner's time is up; None where no clock runs."""
-        after = self._owner and self._owner.idle_after
+        """Seconds until the owner's time is up, or a warm-up is due; None where no clock runs."""
+        after = self._owner.idle_after if self._owner else 0 if self._cold else None
         if after is None or self._holds or self._waiters or self._handover or self.closed:
             return None
         return self._idle_since + after - self._clock()
@@ -777,19 +771,20 @@ class Card:
 
     def _due(self):
         """What the mover has to do now: (hand-over, holds to revoke first), or None."""
-        left, in_way = self._idle_left(), list(self._holds.values())
-        if left is not None and left <= 0:
-            self._handover = Handover(None, "idle", None, [self._owner], self._clock())
-        moving = None if self.closed else self._handover
-        if not moving or not all(
-                hold.unwanted and not hold.revoked and hold.engine is not moving.to for hold in in_way):
+        waiter, left, now, in_way = self._next(), self._idle_left(), self._clock(), list(self._holds.values())
+        if waiter and all(
+                hold.unwanted and not hold.revoked and hold.engine is not waiter.engine for hold in in_way):
+            evict = [engine for engine in self._engines if engine is not waiter.engine]
+            self._handover = Handover(waiter.engine, waiter.what, waiter, evict, now)
+        elif left is not None and left <= 0:
+            self._handover = Handover(None, "idle", None, [self._owner], now) if self._owner else \
+                Handover(self.warm[0], "warm", None, [], now)
+        else:
             return None
-        moving.running = True
-        if self._owner is moving.to:        # it waited for its own engine's jobs: no drain
-            moving.began = moving.phase_since = self._clock()
         for hold in in_way:
             self._end(hold, "nobody waits for it any more")
-        return moving, in_way
+        self._advance()
+        return self._handover, in_way
 
     def move(self, moving, revoked=()):
         """Carry out one hand-over, and tell everybody how it ended."""
@@ -833,17 +828,13 @@ class Card:
             self._residents[engine.name] = False if eviction.verified else None
             moving.gone += [engine.name] if eviction.freed else []
             moving.before = moving.before if eviction.before is None else eviction.before
-            moving.notes.append(eviction.note)
-            if eviction.note:
-                log.warning("%s", eviction.note)
+            moving.note(eviction.note)
             alone = alone and eviction.verified
         if moving.gone and not (moving.to and moving.to.resident()):
             self._phase(moving, "vram")
             warning = self._vram.wait_back(moving.before, alone, cut=moving.cancelled.is_set,
                                            nudge=lambda: [engine.nudge() for engine in residents])
-            moving.notes.append(warning)
-            if warning and not moving.cancelled.is_set():
-                log.warning("%s", warning)
+            moving.note(warning)
             for engine in residents if not warning else ():
                 engine.evicted()
         moving.after = self._vram.used()
@@ -854,12 +845,9 @@ class Card:
         while not moving.cancelled.is_set() and engine.busy():
             with self._lock:
                 moving.asked = engine
-                self._recount()
-                self._still_wanted(moving)
+                self._advance()
             if limit and self._clock() >= began + limit:
-                note = f"{engine.name} was still busy after {limit:g}s; evicted anyway"
-                moving.notes.append(note)
-                return log.warning("%s", note)
+                return moving.note(f"{engine.name} was still busy after {limit:g}s; evicted anyway")
             moving.cancelled.wait(pause)
             pause = min(0.5, pause * 2)
 
@@ -868,8 +856,7 @@ class Card:
             self._timed(moving, phase)
             if phase == "evict" and self._owner in moving.evict:
                 self._owner = None          # from here on it may be gone
-            self._recount(moved=True)
-            self._still_wanted(moving)
+            self._advance(moved=True)
             self._tell("phase", to=moving.name, phase=phase, why=moving.why)
 
     def _timed(self, moving, phase):
@@ -880,12 +867,12 @@ class Card:
     def _finish(self, moving, error):
         with self._lock:
             self._timed(moving, "done")
-            self._handover, refused = None, isinstance(error, Refused)
-            changed = moving.gone or moving.started or moving.to and moving.to is not self._owner
-            if error is None:
-                self._owner = moving.to if moving.to and moving.to.kind in (LLM, IMAGE) else None
-            if changed or refused:
+            self._handover, self._cold = None, self.warm and not moving.to
+            refused = isinstance(error, Refused)
+            if refused or moving.gone or moving.started or moving.to not in (None, self._owner):
                 self._record(moving, error)
+            if error is None:
+                self._owner = moving.to if moving.to in self._engines else None
             self._tell("owner", engine=self._owner and self._owner.name)
             if refused:
                 self._refuse([w for w in self._waiters if error.everyone or w.engine is moving.to], error)
@@ -894,29 +881,22 @@ class Card:
                 waiter = moving.requester if moving.requester in self._waiters else self._next()
                 if waiter and waiter.engine is moving.to:
                     self._grant(waiter, moving.began)
-            self._recount(moved=True)
-            self._advance()
-            if self.warm and not (self._waiters or self._holds or self._handover or self.closed):
-                self._warm_up(moving, error)
+                elif moving.own and not (waiter or self.closed):
+                    self._warm_up(moving)
+            self._advance(moved=True)
 
-    def _warm_up(self, moving, error):
+    def _warm_up(self, moving):
         """Rule 11: what an idle card is used for is a hold as well, of work that nobody waits for."""
-        engine, work = self.warm
-        if moving.own and error is None:
-            hold = self._grant(self._waiter(engine, moving.why))
-            hold.unwanted = True
-            if not start(work, hold):
-                self._end(hold)
-        elif moving.to is None:
-            self._handover = Handover(engine, "warm", None, [], self._clock(), own=True)
-            self._work.notify_all()
+        hold = self._grant(self._waiter(moving.to, moving.why))
+        hold.unwanted = True
+        if not start(self.warm[1], hold):
+            self._end(hold)
 
     def _record(self, moving, error):
         row = {"at": time.time(), "from": ",".join(moving.gone) or None, "to": moving.to and moving.name,
                "why": moving.why, **{f"{phase}_ms": ms for phase, ms in moving.ms.items()},
                "vram_before": moving.before, "vram_after": moving.after,
-               "error": "given up" if isinstance(error, GivenUp) else error and str(error),
-               "notes": [note for note in moving.notes if note]}
+               "error": error and (str(error) or "given up"), "notes": moving.notes}
         self._ledger.append(row)
         self._tell("handover", **row)
 
@@ -936,13 +916,9 @@ class Card:
             holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
                       "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
                      for hold in self._holds.values()]
-            running = moving and moving.to and moving.running
-            if moving and not moving.running and moving.to is self._owner:
-                moving = None                           # it only queues behind its own engine's jobs
-            first = holds and {key: holds[0][key] for key in ("engine", "kind", "since_s")}
             return {
-                "state": holds[0]["kind"] if holds else moving.to.kind if running else "idle",
-                "holder": {**first, "holds": holds} if holds else None,
+                "state": holds[0]["kind"] if holds else moving.to.kind if moving and moving.to else "idle",
+                "holder": {**holds[0], "holds": holds} if holds else None,
                 "in_flight": {kind: sum(hold["kind"] == kind for hold in holds) for kind in (LLM, IMAGE)},
                 "waiting": [{"kind": waiter.engine.kind, "engine": waiter.engine.name, "what": waiter.what,
                              "waited_s": now - waiter.arrived, "limit_s": waiter.limit or None}
