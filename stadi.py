@@ -453,8 +453,8 @@ class Vram:
             self._sleep(self.meter.every)
 
 # ----- Card -------------------------------------------------------------------------------------------------
-# One lock guards every field of the Card. Requests wait on it, each on its own `turn`, and the mover, on
-# `work`. Whoever changes a field calls _advance(), which grants what can be granted and wakes the mover if a
+# One lock guards every field of the Card. Requests wait on it, each on its own turn, and the mover, on _work.
+# Whoever changes a field calls _advance(), which grants what can be granted and wakes the mover if a
 # hand-over is due. Decisions are made under the lock; engines are called outside of it, by the mover alone.
 
 class Refused(Exception):
@@ -474,32 +474,17 @@ Eviction = collections.namedtuple("Eviction", "freed verified note before", defa
 
 class Hold:
     """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
-    turn = error = None         # turn: the Condition that it waits on, once it has to; error: its refusal
+    numbers = itertools.count(1)
     since = began = None        # since when it is had; when it, or the hand-over for it, began
+    error = job = None          # its refusal; the asynchronous job that keeps it after the answer
+    unwanted, revoked = False, ""   # nobody waits for its work: it may be ended for the next; why it was
     ask_end = None              # (why): has its work end by itself before the card is given on
-    job = None                  # the asynchronous job that keeps it after the answer
-    unwanted = False            # nobody waits for its work: it may be ended for the next
-    revoked = ""                # why it was taken away
+    wake = on_revoke = staticmethod(lambda: None)   # it, or what its limit counts, has changed; ends its work
 
-    def __init__(self, number, engine, what, arrived, limit, joins, blocked, ahead=False):
-        self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
-        self.joins, self.ahead, self.blocked = joins, ahead, blocked    # blocked: the Card's, when it came
-        self.over = threading.Event() if engine.kind == IMAGE else None     # set then: its follower stops
-        self.on_revoke = lambda: None               # ends the work
-
-    def wake(self):
-        """Called when it is granted or refused, or its limit may count anew."""
-        if self.turn:
-            self.turn.notify()
-
-    def stop(self):
-        """Outside the lock: tell who works under it that it is gone. No fault of theirs may cost the card."""
-        if self.over:
-            self.over.set()
-        try:
-            self.on_revoke()
-        except Exception:
-            log.exception("a hold's work could not be ended")
+    def __init__(self, engine, what, arrived, limit=0, joins=False, ahead=False, blocked=0.0):
+        self.id, self.engine, self.what, self.arrived = next(self.numbers), engine, what, arrived
+        self.limit, self.joins, self.ahead = limit, joins, ahead
+        self.blocked = blocked                      # what the clock of image requests had when it came
 
 class Handover:
     """The card on its way to `to` (an engine, or None: to nobody), from the end of the holds on."""
@@ -508,7 +493,7 @@ class Handover:
 
     def __init__(self, to, why, requester, evict, began):
         self.to, self.why, self.requester, self.evict = to, why, requester, evict
-        self.name, self.own = to.name if to else "nobody", to and not requester  # own accord: evicts nobody
+        self.name, self.own = to and to.name, to and not requester      # own: a warm-up, which evicts nobody
         self.cancelled = threading.Event()          # set when nobody wants it any more
         self.began = self.phase_since = began
         self.ms = dict.fromkeys(("drain", "evict", "vram", "start"), 0)
@@ -545,8 +530,7 @@ class Card:
         self._engines, self._vram, self._clock, self._tell = tuple(engines), vram, clock, tell
         self._holds, self._waiters = {}, []     # id -> Hold, all of one engine; in order of arrival
         self._owner = self._handover = self.closed = None   # owner: made ready last; None: nobody, or unknown
-        self._numbers, self._idle_since = itertools.count(1), clock()
-        self._blocked_total, self._blocked_since = 0.0, None    # seconds in which LLM holds stood in the way
+        self._idle_since, self._blocked_total, self._blocked_since = clock(), 0.0, None     # see _advance()
         self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=50))   # engine -> image jobs
         self._residents, self._ledger = {}, collections.deque(maxlen=50)    # engine's name -> its last answer
         self.warm = self._cold = None           # (engine, work(hold)) for an idle card; due since it is free
@@ -557,21 +541,23 @@ class Card:
         with self._lock:
             if self.closed:
                 raise self.closed
-            waiter = self._waiter(engine, what, limit, joins, ahead)
+            now = self._clock()
+            waiter = Hold(engine, what, now, limit, joins, ahead, self._blocked(now))
             self._waiters.append(waiter)
             self._advance()
             if waiter not in self._waiters:
                 return waiter
         on_wait(lambda: self._leave(waiter))            # may call it at once: outside the lock
         with self._lock:
-            waiter.turn = threading.Condition(self._lock)
+            turn = threading.Condition(self._lock)
+            waiter.wake = turn.notify
             while waiter in self._waiters:
                 left = self._left(waiter)
                 if left is not None and left <= 0:
                     message = f"{what} waited {limit:g}s for the card; {self._reason()}"
                     self._refuse([waiter], Refused(503, message, "busy", self._retry_after(engine)))
                 else:
-                    waiter.turn.wait(left)
+                    turn.wait(left)
         if waiter.error:
             raise waiter.error
         return waiter
@@ -582,7 +568,7 @@ class Card:
             others = any(hold.engine is not engine for hold in self._holds.values())
             if self.closed or self._waiters or self._handover or others or self._owner not in (engine, None):
                 return None
-            hold = self._grant(self._waiter(engine, what))
+            hold = self._grant(Hold(engine, what, self._clock()))
             self._advance()
             return hold
 
@@ -609,7 +595,10 @@ class Card:
                 return False
             hold.revoked = why
         try:
-            hold.stop()
+            hold.on_revoke()
+        except Exception:               # no fault of theirs may cost the card
+            log.exception("a hold's work could not be ended")
+        try:
             then()
         finally:
             with self._lock:
@@ -631,9 +620,6 @@ class Card:
             while self._holds and (left := until - self._clock()) > 0:
                 self._work.wait(left)
 
-    def _waiter(self, engine, what, limit=0, joins=False, ahead=False):
-        now = self._clock()
-        return Hold(next(self._numbers), engine, what, now, limit, joins, self._blocked(now), ahead)
     def _leave(self, waiter):
         with self._lock:
             if waiter in self._waiters:
@@ -670,7 +656,7 @@ class Card:
         if moving.asked:
             return (f"{moving.asked.name} has been busy for {age} with work that did not come through"
                     f" stadi, or outlived its connection{moving.asked.hint}")
-        return f"it is on its way to {moving.name}, in the phase {moving.phase} for {age} ({moving.why})"
+        return f"it goes to {moving.name or 'nobody'}, in the phase {moving.phase} for {age} ({moving.why})"
 
     def _retry_after(self, engine):
         """Seconds to ask again after: what this engine's hand-over and the holder's job usually take."""
@@ -717,7 +703,7 @@ class Card:
     def _advance(self, moved=False):
         """Grant whatever can be granted now; wake whom it concerns. Called after every change; moved: a
         hand-over went on, so that other limits count."""
-        if self._handover:
+        if self._handover and not self._handover.cancelled.is_set():
             self._still_wanted(self._handover)
         while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
             self._grant(waiter)
@@ -762,7 +748,10 @@ class Card:
                 while not (due := self._due()):
                     self._work.wait(self._idle_left())
             try:
-                self.move(*due)
+                if due is self._handover:
+                    self.move(due)
+                else:
+                    self.revoke(due, "nobody waits for it any more")
             except Exception:               # whatever it is: the card must not stay on its way for ever
                 log.exception("the end of a hand-over failed")
                 with self._lock:
@@ -770,27 +759,23 @@ class Card:
                     self._advance()
 
     def _due(self):
-        """What the mover has to do now: (hand-over, holds to revoke first), or None."""
-        waiter, left, now, in_way = self._next(), self._idle_left(), self._clock(), list(self._holds.values())
+        """What the mover has to do now: a Handover, a Hold to end for the next in line, or None."""
+        waiter, left, holds, now = self._next(), self._idle_left(), list(self._holds.values()), self._clock()
         if waiter and all(
-                hold.unwanted and not hold.revoked and hold.engine is not waiter.engine for hold in in_way):
+                hold.unwanted and not hold.revoked and hold.engine is not waiter.engine for hold in holds):
             evict = [engine for engine in self._engines if engine is not waiter.engine]
-            self._handover = Handover(waiter.engine, waiter.what, waiter, evict, now)
+            due = holds[0] if holds else Handover(waiter.engine, waiter.what, waiter, evict, now)
         elif left is not None and left <= 0:
-            self._handover = Handover(None, "idle", None, [self._owner], now) if self._owner else \
-                Handover(self.warm[0], "warm", None, [], now)
+            to, why, evict = (None, "idle", [self._owner]) if self._owner else (self.warm[0], "warm", [])
+            due = Handover(to, why, None, evict, now)
         else:
             return None
-        for hold in in_way:
-            self._end(hold, "nobody waits for it any more")
-        self._advance()
-        return self._handover, in_way
+        self._handover = None if holds else due
+        return due
 
-    def move(self, moving, revoked=()):
+    def move(self, moving):
         """Carry out one hand-over, and tell everybody how it ended."""
         error = None
-        for hold in revoked:
-            hold.stop()
         try:
             self._vacate(moving)
             if moving.to:
@@ -802,19 +787,19 @@ class Card:
             error = failure
         except Exception as failure:        # a fault of stadi's own must not cost the card
             log.exception("hand-over failed")
-            error = Refused(500, f"hand-over to {moving.name} failed: {failure!r}")
+            error = Refused(500, f"the hand-over failed: {failure!r}")
         self._finish(moving, error)
 
     def _vacate(self, moving):
         """Evict whoever is resident, and wait for the VRAM."""
         self._phase(moving, "drain")
-        answers = {engine: engine.resident() for engine in self._engines if engine is not moving.to}
-        self._residents.update({engine.name: answer for engine, answer in answers.items()})
-        there = [engine for engine, answer in answers.items() if answer is not False]
+        answers = {engine.name: engine.resident() for engine in self._engines if engine is not moving.to}
+        self._residents.update(answers)
+        there = [engine for engine in self._engines if answers.get(engine.name, False) is not False]
+        if moving.own and there:
+            raise GivenUp                               # warm never evicts
         residents = [engine for engine in there if engine in moving.evict]
         alone = residents == there
-        if moving.own and not alone:
-            raise GivenUp                               # warm never evicts
         for engine in residents:
             self._drain(moving, engine)
         if moving.cancelled.is_set():
@@ -881,29 +866,20 @@ class Card:
                 waiter = moving.requester if moving.requester in self._waiters else self._next()
                 if waiter and waiter.engine is moving.to:
                     self._grant(waiter, moving.began)
-                elif moving.own and not (waiter or self.closed):
-                    self._warm_up(moving)
+                elif moving.own and not (waiter or self.closed):    # rule 11: this is a hold as well
+                    hold = self._grant(Hold(moving.to, moving.why, self._clock()))
+                    hold.unwanted = True
+                    if not start(self.warm[1], hold):
+                        self._end(hold)
             self._advance(moved=True)
 
-    def _warm_up(self, moving):
-        """Rule 11: what an idle card is used for is a hold as well, of work that nobody waits for."""
-        hold = self._grant(self._waiter(moving.to, moving.why))
-        hold.unwanted = True
-        if not start(self.warm[1], hold):
-            self._end(hold)
-
     def _record(self, moving, error):
-        row = {"at": time.time(), "from": ",".join(moving.gone) or None, "to": moving.to and moving.name,
+        row = {"at": time.time(), "from": ",".join(moving.gone) or None, "to": moving.name,
                "why": moving.why, **{f"{phase}_ms": ms for phase, ms in moving.ms.items()},
                "vram_before": moving.before, "vram_after": moving.after,
                "error": error and (str(error) or "given up"), "notes": moving.notes}
         self._ledger.append(row)
         self._tell("handover", **row)
-
-    def _usual(self, moving):
-        """Seconds that this phase took in the middle one of such hand-overs of this run, or None."""
-        return median([row[f"{moving.phase}_ms"] / 1000 for row in self._ledger
-                       if row["to"] == (moving.to and moving.name) and not row["error"]])
 
     def holds(self):
         with self._lock:
@@ -916,6 +892,8 @@ class Card:
             holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
                       "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
                      for hold in self._holds.values()]
+            usual = moving and median([row[f"{moving.phase}_ms"] / 1000 for row in self._ledger
+                                       if row["to"] == moving.name and not row["error"]])
             return {
                 "state": holds[0]["kind"] if holds else moving.to.kind if moving and moving.to else "idle",
                 "holder": {**holds[0], "holds": holds} if holds else None,
@@ -923,9 +901,8 @@ class Card:
                 "waiting": [{"kind": waiter.engine.kind, "engine": waiter.engine.name, "what": waiter.what,
                              "waited_s": now - waiter.arrived, "limit_s": waiter.limit or None}
                             for waiter in self._waiters],
-                "handover": moving and {"to": moving.to and moving.name, "phase": moving.phase,
-                                        "phase_s": now - moving.phase_since, "why": moving.why,
-                                        "usual_s": self._usual(moving)},
+                "handover": moving and {"to": moving.name, "phase": moving.phase, "why": moving.why,
+                                        "phase_s": now - moving.phase_since, "usual_s": usual},
                 "resident": dict(self._residents), "idle_left_s": None if left is None else max(0.0, left),
                 "handovers": list(self._ledger)}
 
@@ -1611,9 +1588,11 @@ def follow(card, hold):
     """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound. The clock
     runs from the moment the job is seen to run; while it is queued behind others, theirs runs."""
     engine, job, start, running, pause = hold.engine, hold.job, time.monotonic(), False, 0.1
+    over = threading.Event()
+    hold.on_revoke = over.set
     say_job("accepted", engine, job)
     try:
-        while not hold.over.wait(pause):
+        while not (over.wait(pause) or hold.revoked):
             left = engine.job_bound and engine.job_bound + start - time.monotonic()
             state = engine.ended(job, min(JOB_SECONDS, max(left, 0.1)) if left else JOB_SECONDS)
             now = time.monotonic()
