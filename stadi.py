@@ -48,6 +48,13 @@ def proc(path):
         return file.read()
     return b""
 
+def ready(seconds, *wanted):
+    """{file descriptor: events} of the (socket, events) ready within that time; 0 and less only looks."""
+    poller = select.poll()
+    for sock, events in wanted:
+        poller.register(sock, events)
+    return dict(poller.poll(max(0.0, seconds) * 1000))
+
 def pids():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 def name_of(pid):
@@ -489,20 +496,19 @@ class Hold:
 class Handover:
     """The card on its way to `to` (an engine, or None: to nobody), from the end of the holds on."""
     phase, started, asked = "drain", False, None    # asked: is busy with work outside of any hold
-    before = after = None                           # bytes of VRAM used
 
     def __init__(self, to, why, requester, evict, began):
         self.to, self.why, self.requester, self.evict = to, why, requester, evict
         self.name, self.own = to and to.name, to and not requester      # own: a warm-up, which evicts nobody
         self.cancelled = threading.Event()          # set when nobody wants it any more
         self.began = self.phase_since = began
-        self.ms = dict.fromkeys(("drain", "evict", "vram", "start"), 0)
-        self.notes, self.gone = [], []              # gone: names of what was evicted
+        self.row = {"from": None, "to": self.name, "why": why, "drain_ms": 0, "evict_ms": 0, "vram_ms": 0,
+                    "start_ms": 0, "vram_before": None, "vram_after": None, "notes": []}    # of the ledger
 
     def note(self, text):
         """Say it, and keep it for the ledger; no warning once nobody wants the hand-over any more."""
         if text:
-            self.notes.append(text)
+            self.row["notes"].append(text)
             log.log(logging.INFO if self.cancelled.is_set() else logging.WARNING, "%s", text)
 
 def choose(waiters, now, job_seconds):
@@ -596,11 +602,8 @@ class Card:
             hold.revoked = why
         try:
             hold.on_revoke()
-        except Exception:               # no fault of theirs may cost the card
-            log.exception("a hold's work could not be ended")
-        try:
             then()
-        finally:
+        finally:                        # no fault of theirs may cost the card
             with self._lock:
                 self._end(hold, why)
                 self._advance()
@@ -723,15 +726,13 @@ class Card:
     def _still_wanted(self, moving):
         """Rule 5: a hand-over outlives its requester unless the next in line is for another engine."""
         waiter, requester = self._next(), moving.requester
-        if waiter and (waiter.ahead and moving.to not in (None, waiter.engine)    # who waits for it, waits on
-                       or not moving.to and moving.phase == "vram" and not waiter.engine.stoppable
-                       and [waiter.engine] == moving.evict):    # its process lives, its memory is its own
-            moving.cancelled.set()
-        if not requester or requester in self._waiters:
-            return
-        if waiter and waiter.engine is moving.to:
+        lost = requester and requester not in self._waiters
+        if lost and waiter and waiter.engine is moving.to:
             moving.requester = waiter
-        elif waiter or moving.asked:
+        elif (lost and (waiter or moving.asked)
+              or waiter and waiter.ahead and moving.to not in (None, waiter.engine)   # who wants it waits on
+              or waiter and not moving.to and moving.phase == "vram" and [waiter.engine] == moving.evict
+              and not waiter.engine.stoppable):     # its process lives, its memory is its own
             moving.cancelled.set()
 
     def _idle_left(self):
@@ -753,25 +754,23 @@ class Card:
                 else:
                     self.revoke(due, "nobody waits for it any more")
             except Exception:               # whatever it is: the card must not stay on its way for ever
-                log.exception("the end of a hand-over failed")
+                log.exception("the mover failed")
                 with self._lock:
                     self._handover = self._owner = None
-                    self._advance()
 
     def _due(self):
         """What the mover has to do now: a Handover, a Hold to end for the next in line, or None."""
-        waiter, left, holds, now = self._next(), self._idle_left(), list(self._holds.values()), self._clock()
+        waiter, left, holds = self._next(), self._idle_left(), list(self._holds.values())
         if waiter and all(
                 hold.unwanted and not hold.revoked and hold.engine is not waiter.engine for hold in holds):
+            if holds:
+                return holds[0]
             evict = [engine for engine in self._engines if engine is not waiter.engine]
-            due = holds[0] if holds else Handover(waiter.engine, waiter.what, waiter, evict, now)
+            self._handover = Handover(waiter.engine, waiter.what, waiter, evict, self._clock())
         elif left is not None and left <= 0:
             to, why, evict = (None, "idle", [self._owner]) if self._owner else (self.warm[0], "warm", [])
-            due = Handover(to, why, None, evict, now)
-        else:
-            return None
-        self._handover = None if holds else due
-        return due
+            self._handover = Handover(to, why, None, evict, self._clock())
+        return self._handover
 
     def move(self, moving):
         """Carry out one hand-over, and tell everybody how it ended."""
@@ -807,22 +806,24 @@ class Card:
         if not residents:
             return
         self._phase(moving, "evict")
-        moving.before = self._vram.used()
+        row, gone = moving.row, []
+        row["vram_before"] = self._vram.used()
         for engine in residents:
             eviction = engine.evict()
             self._residents[engine.name] = False if eviction.verified else None
-            moving.gone += [engine.name] if eviction.freed else []
-            moving.before = moving.before if eviction.before is None else eviction.before
+            gone += [engine.name] if eviction.freed else []
+            row["from"] = ",".join(gone) or None
+            row["vram_before"] = row["vram_before"] if eviction.before is None else eviction.before
             moving.note(eviction.note)
             alone = alone and eviction.verified
-        if moving.gone and not (moving.to and moving.to.resident()):
+        if gone and not (moving.to and moving.to.resident()):
             self._phase(moving, "vram")
-            warning = self._vram.wait_back(moving.before, alone, cut=moving.cancelled.is_set,
+            warning = self._vram.wait_back(row["vram_before"], alone, cut=moving.cancelled.is_set,
                                            nudge=lambda: [engine.nudge() for engine in residents])
             moving.note(warning)
             for engine in residents if not warning else ():
                 engine.evicted()
-        moving.after = self._vram.used()
+        row["vram_after"] = self._vram.used()
 
     def _drain(self, moving, engine):
         """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
@@ -846,7 +847,7 @@ class Card:
 
     def _timed(self, moving, phase):
         now = self._clock()
-        moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
+        moving.row[f"{moving.phase}_ms"] += round((now - moving.phase_since) * 1000)
         moving.phase, moving.phase_since, moving.asked = phase, now, None
 
     def _finish(self, moving, error):
@@ -854,8 +855,10 @@ class Card:
             self._timed(moving, "done")
             self._handover, self._cold = None, self.warm and not moving.to
             refused = isinstance(error, Refused)
-            if refused or moving.gone or moving.started or moving.to not in (None, self._owner):
-                self._record(moving, error)
+            if refused or moving.row["from"] or moving.started or moving.to not in (None, self._owner):
+                moving.row.update(at=time.time(), error=error and (str(error) or "given up"))
+                self._ledger.append(moving.row)
+                self._tell("handover", **moving.row)
             if error is None:
                 self._owner = moving.to if moving.to in self._engines else None
             self._tell("owner", engine=self._owner and self._owner.name)
@@ -872,14 +875,6 @@ class Card:
                     if not start(self.warm[1], hold):
                         self._end(hold)
             self._advance(moved=True)
-
-    def _record(self, moving, error):
-        row = {"at": time.time(), "from": ",".join(moving.gone) or None, "to": moving.name,
-               "why": moving.why, **{f"{phase}_ms": ms for phase, ms in moving.ms.items()},
-               "vram_before": moving.before, "vram_after": moving.after,
-               "error": error and (str(error) or "given up"), "notes": moving.notes}
-        self._ledger.append(row)
-        self._tell("handover", **row)
 
     def holds(self):
         with self._lock:
@@ -912,7 +907,8 @@ class Card:
 # killed, a small shell on a pipe (the guard) kills the group; what that missed is ended by the next start.
 
 TERM_SECONDS, KILL_SECONDS = 3.0, 10.0      # TERM to KILL (sd-server needs 0.1); KILL to "the driver hangs"
-LOG_BYTES, TOKEN, NAMESPACE = 10 * MIB, "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
+LOG_BYTES, TAIL_BYTES = 10 * MIB, 65536
+TOKEN, NAMESPACE = "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
 
 def life(pid):
@@ -957,20 +953,17 @@ def end_orphans(port):
         log.warning("ending sd-server (pids %s), left behind by an earlier stadi", kin(groups, token))
         end_kin(groups, token)
 
-def listening_sockets():
-    """{inode: port} of the TCP sockets that listen on this machine; it may have thousands of others."""
-    rows = re.findall(rb":(\w{4}) \S+ 0A (?:\S+ +){5}(\d+) ", proc("net/tcp") + proc("net/tcp6"))
-    return {inode.decode(): int(port, 16) for port, inode in rows}
-def listeners(port, sockets=None):      # sockets: where they have been looked at already
-    return {inode for inode, other in (sockets or listening_sockets()).items() if other == port}
+def listeners(port):
+    """Inodes of the TCP sockets that listen on a port; the machine may have thousands of others."""
+    pattern = rb"(?m)^ *\d+: \w+:%04X \S+ 0A (?:\S+ +){5}(\d+) " % port
+    return {inode.decode() for inode in re.findall(pattern, proc("net/tcp") + proc("net/tcp6"))}
 
 def sockets_of(pid):
     """Inodes of a process's sockets; empty when it may not be looked at."""
     found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                found.update(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")))
+    for path in glob.glob(f"/proc/{pid}/fd/*"):
+        with contextlib.suppress(OSError):
+            found.update(re.findall(r"socket:\[(\d+)\]", os.readlink(path)))
     return found
 
 def who_listens(inodes):
@@ -981,13 +974,12 @@ def who_listens(inodes):
 class SpawnError(Exception):
     """The child could not be started; the text names the file and the cause."""
 
-def _why_not(program, error):
-    """The cause behind an OSError of exec, which is alike for several."""
-    there, folder = os.path.exists(program), os.path.isdir(program)
-    causes = {errno.ENOENT: "its interpreter (the first line) is missing" if there else "no such file",
-              errno.EACCES: "it is a folder" if folder else "it may not be executed (chmod +x)",
-              errno.ENOEXEC: "it is no program of this machine's kind"}
-    return causes.get(error.errno, error.strerror or str(error))
+def why_not(error):
+    """An OSError in words: the file, and the cause, where that of exec's is alike for several."""
+    name = error.filename or ""
+    cause = ("it is a folder" if os.path.isdir(name) else "its interpreter (the first line) is missing"
+             if error.errno == errno.ENOENT and os.path.exists(name) else error.strerror or str(error))
+    return f"{name} cannot be used: {cause}" if name else cause
 
 class Child:
     """One life of the sd-server process. Made by spawning it, or SpawnError; ends by stop() or by itself."""
@@ -996,38 +988,30 @@ class Child:
         self.ready = False                      # set by Sd.ready(): it has answered; ends with stop()
         self.gone = threading.Event()           # its whole group has ended
         self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
+        self._process = None
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            output = open(self.log_file, "ab")
-            self._trim_log()
-            self._log_start = os.path.getsize(self.log_file)
-        except OSError as error:
-            raise SpawnError(f"its log {self.log_file} cannot be written: {error.strerror}; is -sd-log-dir"
-                             " (STADI_SD_LOG_DIR) a folder of stadi's?") from None
-        try:
-            with output:
+            with open(self.log_file, "ab") as output:
+                self._trim_log()
+                self._log_start = os.path.getsize(self.log_file)
                 self._process = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                     env={**os.environ, TOKEN: self._token})
-        except OSError as error:
-            raise SpawnError(f"{argv[0]} cannot be run: {_why_not(argv[0], error)}") from None
-        self.pid = self._process.pid
-        try:
+            self.pid = self._process.pid
             self._pidfd = os.pidfd_open(self.pid)
             guard = ["/bin/sh", "-c", GUARD, str(self.pid)]
             self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
             if not start(self._reap):
                 raise OSError("no threads left")
-        except OSError as error:                        # not without a guard
-            end_kin({self.pid}, self._token)
-            self._process.wait()
-            raise SpawnError(f"it cannot be guarded: {error}") from None
+        except OSError as error:
+            if self._process:                           # not without a guard
+                end_kin({self._process.pid}, self._token)
+                self._process.wait()
+            raise SpawnError(why_not(error)) from None
 
     def _reap(self):
         """Waits for the leader's death, ends what is left of it, and only then frees its pid."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        while not poller.poll(1000):
+        while not ready(1.0, (self._pidfd, select.POLLIN)):
             with contextlib.suppress(OSError):
                 self._trim_log()
         os.close(self._pidfd)
@@ -1054,13 +1038,11 @@ class Child:
 
     def log_tail(self):
         """The last lines of this life's log, of a progress bar only its last state."""
-        text, size = "", 64 * 1024
         with contextlib.suppress(OSError), open(self.log_file, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start if self._log_start <= end else 0, end - size))
-            text = file.read(size).decode("utf-8", "replace")
-        rows = map(str.strip, text.split("\n"))
-        return [row.rpartition("\r")[2] for row in rows if row]
+            file.seek(max(self._log_start, os.path.getsize(self.log_file) - TAIL_BYTES))
+            rows = map(str.strip, file.read(TAIL_BYTES).decode("utf-8", "replace").split("\n"))
+            return [row.rpartition("\r")[2] for row in rows if row]
+        return []
 
     def last_words(self):
         """The lines of its log that say why it ended: those with an error in them, then the last ones."""
@@ -1069,13 +1051,10 @@ class Child:
         return "; ".join(errors[:2] + lines[-4:]) or "its log is empty"
 
     def listening(self):
-        """Whether it listens on its port. Raises SpawnError if a stranger does too, or it does elsewhere."""
-        sockets = listening_sockets()
-        inodes = listeners(self.port, sockets)
-        elsewhere = [sockets[inode] for inode in sockets_of(self.pid) if inode in sockets]
-        if elsewhere and not inodes:
-            raise SpawnError(f"it listens on {elsewhere[0]}; write --listen-port {self.port} into -sd-args")
-        own = set().union(*map(sockets_of, kin({self.pid}, self._token))) if inodes else set()
+        """Whether it listens on its port. Raises SpawnError if a stranger does too."""
+        if not (inodes := listeners(self.port)):
+            return False
+        own = set().union(*map(sockets_of, kin({self.pid}, self._token)))
         if inodes - own and life(self.pid) and not self.gone.is_set():      # not of one that has just died
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
         return bool(inodes & own)
@@ -1953,13 +1932,6 @@ def reset_at_close(sock):
     """Make the close an RST: the end must not look like one."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-def ready(seconds, *wanted):
-    """{file descriptor: events} of the (socket, events) ready within that time; 0 and less only looks."""
-    poller = select.poll()
-    for sock, events in wanted:
-        poller.register(sock, events)
-    return dict(poller.poll(max(0.0, seconds) * 1000))
 
 class Client:
     """A client's connection: the socket, the bytes read ahead of use, and whether it left."""
@@ -3038,7 +3010,7 @@ class Loan:
         try:
             self._process = subprocess.Popen(self.words, pass_fds=[lease.fileno()], process_group=0)
         except OSError as error:
-            raise Trouble(f"{self.words[0]} cannot be run: {_why_not(self.words[0], error)}") from None
+            raise Trouble(why_not(error)) from None
         start(self._keep, lease)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._signal(number))

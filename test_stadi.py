@@ -11786,7 +11786,8 @@ def test_a_fault_in_the_end_of_revoked_work_does_not_cost_the_card(card_room):
             machine.card.reconsider(render.hold)
         else:
             machine.releasing = render
-            machine.card.revoke(render.hold, "by hand")
+            with pytest.raises(OSError):
+                machine.card.revoke(render.hold, "by hand")
             render.state = "over"
             machine.held.remove(render)
         machine.settle()
@@ -12532,8 +12533,8 @@ def chaos_write(path, content, mode=0o755):
 
 
 CHAOS_EXEC = {      # name -> (how the program is broken, words of the 502)
-    "missing": (lambda path: None, "no such file"),
-    "not executable": (lambda path: chaos_write(path, b"#!/bin/sh\n", 0o644), "chmod|executed"),
+    "missing": (lambda path: None, "No such file"),
+    "not executable": (lambda path: chaos_write(path, b"#!/bin/sh\n", 0o644), "Permission denied"),
     "bad shebang": (lambda path: chaos_write(path, b"#!/no/such/python\n"), "interpreter|first line"),
     "a folder": (lambda path: path.mkdir(), "folder"),
     "wrong format": (lambda path: chaos_write(path, b"no program at all\n"), "kind|format"),
