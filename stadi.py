@@ -490,8 +490,7 @@ class Hold:
 
     def __init__(self, engine, what, arrived, limit=0, joins=False, ahead=False, blocked=0.0):
         self.id, self.engine, self.what, self.arrived = next(self.numbers), engine, what, arrived
-        self.limit, self.joins, self.ahead = limit, joins, ahead
-        self.blocked = blocked                      # what the clock of image requests had when it came
+        self.limit, self.joins, self.ahead, self.blocked = limit, joins, ahead, blocked     # see _left()
 
 class Handover:
     """The card on its way to `to` (an engine, or None: to nobody), from the end of the holds on."""
@@ -520,10 +519,8 @@ def choose(waiters, now, job_seconds):
     if image is None:
         return waiters[0] if waiters else None
     expected = job_seconds(image.engine)
-    for waiter in waiters[:waiters.index(image)]:
-        if waiter.limit and (expected is None or waiter.arrived + waiter.limit < now + 2 * expected):
-            return waiter
-    return image
+    return next((waiter for waiter in waiters[:waiters.index(image)] if waiter.limit and (
+        expected is None or waiter.arrived + waiter.limit < now + 2 * expected)), image)
 
 def median(values):
     return sorted(values)[len(values) // 2] if values else None
@@ -547,8 +544,7 @@ class Card:
         with self._lock:
             if self.closed:
                 raise self.closed
-            now = self._clock()
-            waiter = Hold(engine, what, now, limit, joins, ahead, self._blocked(now))
+            waiter = Hold(engine, what, self._clock(), limit, joins, ahead, self._blocked())
             self._waiters.append(waiter)
             self._advance()
             if waiter not in self._waiters:
@@ -636,8 +632,8 @@ class Card:
             waiter.wake()
         self._advance()
 
-    def _blocked(self, now):
-        return self._blocked_total + (now - self._blocked_since if self._blocked_since is not None else 0)
+    def _blocked(self):
+        return self._blocked_total + (0 if (at := self._blocked_since) is None else self._clock() - at)
 
     def _left(self, waiter):
         """Seconds until this waiter's limit; None while no limit counts."""
@@ -645,7 +641,7 @@ class Card:
         own = moving and moving.to is waiter.engine and moving.phase != "drain"
         if own or not waiter.limit or image and self._blocked_since is None:
             return None
-        return waiter.limit - (self._blocked(now) - waiter.blocked if image else now - waiter.arrived)
+        return waiter.limit - (self._blocked() - waiter.blocked if image else now - waiter.arrived)
 
     def _reason(self):
         """Who has the card, since when, and why, in words."""
@@ -704,8 +700,7 @@ class Card:
         return choose(self._waiters, self._clock(), self._job_seconds) if self._waiters else None
 
     def _advance(self, moved=False):
-        """Grant whatever can be granted now; wake whom it concerns. Called after every change; moved: a
-        hand-over went on, so that other limits count."""
+        """Grant what can be granted, wake whom it concerns: after every change. moved: other limits count."""
         if self._handover and not self._handover.cancelled.is_set():
             self._still_wanted(self._handover)
         while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
@@ -714,7 +709,7 @@ class Card:
         in_way = hold.engine if hold else self._handover and self._handover.asked
         blocked = bool(in_way) and in_way.kind == LLM       # LLM holds, or their drain
         if blocked != (self._blocked_since is not None):
-            self._blocked_total, self._blocked_since = self._blocked(now), now if blocked else None
+            self._blocked_total, self._blocked_since = self._blocked(), now if blocked else None
             moved = True
         for other in self._waiters if moved else ():
             other.wake()
@@ -795,13 +790,10 @@ class Card:
         answers = {engine.name: engine.resident() for engine in self._engines if engine is not moving.to}
         self._residents.update(answers)
         there = [engine for engine in self._engines if answers.get(engine.name, False) is not False]
-        if moving.own and there:
-            raise GivenUp                               # warm never evicts
         residents = [engine for engine in there if engine in moving.evict]
-        alone = residents == there
         for engine in residents:
             self._drain(moving, engine)
-        if moving.cancelled.is_set():
+        if moving.cancelled.is_set() or moving.own and there:       # a warm-up never evicts
             raise GivenUp
         if not residents:
             return
@@ -815,9 +807,9 @@ class Card:
             row["from"] = ",".join(gone) or None
             row["vram_before"] = row["vram_before"] if eviction.before is None else eviction.before
             moving.note(eviction.note)
-            alone = alone and eviction.verified
         if gone and not (moving.to and moving.to.resident()):
             self._phase(moving, "vram")
+            alone = all(self._residents[engine.name] is False for engine in there)
             warning = self._vram.wait_back(row["vram_before"], alone, cut=moving.cancelled.is_set,
                                            nudge=lambda: [engine.nudge() for engine in residents])
             moving.note(warning)
@@ -853,8 +845,8 @@ class Card:
     def _finish(self, moving, error):
         with self._lock:
             self._timed(moving, "done")
-            self._handover, self._cold = None, self.warm and not moving.to
             refused = isinstance(error, Refused)
+            self._handover, self._cold = None, self.warm and not moving.to
             if refused or moving.row["from"] or moving.started or moving.to not in (None, self._owner):
                 moving.row.update(at=time.time(), error=error and (str(error) or "given up"))
                 self._ledger.append(moving.row)
@@ -907,8 +899,7 @@ class Card:
 # killed, a small shell on a pipe (the guard) kills the group; what that missed is ended by the next start.
 
 TERM_SECONDS, KILL_SECONDS = 3.0, 10.0      # TERM to KILL (sd-server needs 0.1); KILL to "the driver hangs"
-LOG_BYTES, TAIL_BYTES = 10 * MIB, 65536
-TOKEN, NAMESPACE = "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
+LOG_BYTES, TAIL_BYTES, TOKEN, NAMESPACE = 10 * MIB, 65536, "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
 
 def life(pid):
@@ -985,10 +976,9 @@ class Child:
     """One life of the sd-server process. Made by spawning it, or SpawnError; ends by stop() or by itself."""
     def __init__(self, argv, port, folder):
         self.port, self.since = port, time.monotonic()
-        self.ready = False                      # set by Sd.ready(): it has answered; ends with stop()
+        self.ready, self._process = False, None     # ready: set by Sd.ready(), until stop(): it has answered
         self.gone = threading.Event()           # its whole group has ended
         self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
-        self._process = None
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             with open(self.log_file, "ab") as output:
