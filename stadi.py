@@ -47,6 +47,13 @@ def proc(path):
         return file.read()
     return b""
 
+def ready(seconds, *wanted):
+    """{file descriptor: events} of the (socket, events) ready within that time; 0 and less only looks."""
+    poller = select.poll()
+    for sock, events in wanted:
+        poller.register(sock, events)
+    return dict(poller.poll(max(0.0, seconds) * 1000))
+
 def pids():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 def name_of(pid):
@@ -417,8 +424,8 @@ class Vram:
             self._sleep(self.meter.every)
 
 # ----- Card -------------------------------------------------------------------------------------------------
-# One lock guards every field of the Card. Requests wait on it, each on its own `turn`, and the mover, on
-# `work`. Whoever changes a field calls _advance(), which grants what can be granted and wakes the mover if a
+# One lock guards every field of the Card. Requests wait on it, each on its own turn, and the mover, on _work.
+# Whoever changes a field calls _advance(), which grants what can be granted and wakes the mover if a
 # hand-over is due. Decisions are made under the lock; engines are called outside of it, by the mover alone.
 
 class Refused(Exception):
@@ -438,43 +445,33 @@ Eviction = collections.namedtuple("Eviction", "freed verified note before", defa
 
 class Hold:
     """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
-    turn = error = None         # turn: the Condition that it waits on, once it has to; error: its refusal
+    numbers = itertools.count(1)
     since = began = None        # since when it is had; when it, or the hand-over for it, began
-    job = None                  # the asynchronous job that keeps it after the answer
-    unwanted = False            # nobody waits for its work: it may be ended for the next
-    revoked = ""                # why it was taken away
+    error = job = None          # its refusal; the asynchronous job that keeps it after the answer
+    unwanted, revoked = False, ""   # nobody waits for its work: it may be ended for the next; why it was
+    wake = on_revoke = staticmethod(lambda: None)   # it, or what its limit counts, has changed; ends its work
 
-    def __init__(self, number, engine, what, arrived, limit, joins, blocked, ahead=False):
-        self.id, self.engine, self.what, self.arrived, self.limit = number, engine, what, arrived, limit
-        self.joins, self.ahead, self.blocked = joins, ahead, blocked    # blocked: the Card's, when it came
-        self.over = threading.Event() if engine.kind == IMAGE else None     # set then: its follower stops
-        self.on_revoke = lambda: None               # ends the work
-
-    def wake(self):
-        """Called when it is granted or refused, or its limit may count anew."""
-        if self.turn:
-            self.turn.notify()
-
-    def stop(self):
-        """Outside the lock: tell who works under it that it is gone. No fault of theirs may cost the card."""
-        if self.over:
-            self.over.set()
-        try:
-            self.on_revoke()
-        except Exception:
-            log.exception("a hold's work could not be ended")
+    def __init__(self, engine, what, arrived, limit=0, joins=False, ahead=False, blocked=0.0):
+        self.id, self.engine, self.what, self.arrived = next(self.numbers), engine, what, arrived
+        self.limit, self.joins, self.ahead, self.blocked = limit, joins, ahead, blocked     # see _left()
 
 class Handover:
-    """The card on its way to `to` (an engine, or None: to nobody); phases timed in milliseconds."""
-    def __init__(self, to, why, requester, evict, began, own=False):
-        self.to, self.why, self.requester, self.evict, self.began = to, why, requester, evict, began
-        self.name, self.own = to.name if to else "nobody", own     # own: of stadi's own accord, evicts nobody
-        self.running = False                        # False: holds are still in the way
+    """The card on its way to `to` (an engine, or None: to nobody), from the end of the holds on."""
+    phase, started, asked = "drain", False, None    # asked: is busy with work outside of any hold
+
+    def __init__(self, to, why, requester, evict, began):
+        self.to, self.why, self.requester, self.evict = to, why, requester, evict
+        self.name, self.own = to and to.name, to and not requester      # own: a warm-up, which evicts nobody
         self.cancelled = threading.Event()          # set when nobody wants it any more
-        self.phase, self.phase_since = "drain", began
-        self.ms = dict.fromkeys(("drain", "evict", "vram", "start"), 0)
-        self.notes, self.gone, self.started = [], [], False         # gone: names of what was evicted
-        self.asked = self.before = self.after = None    # asked: is busy with work outside of any hold; bytes
+        self.began = self.phase_since = began
+        self.row = {"from": None, "to": self.name, "why": why, "drain_ms": 0, "evict_ms": 0, "vram_ms": 0,
+                    "start_ms": 0, "vram_before": None, "vram_after": None, "notes": []}    # of the ledger
+
+    def note(self, text):
+        """Say it, and keep it for the ledger; no warning once nobody wants the hand-over any more."""
+        if text:
+            self.row["notes"].append(text)
+            log.log(logging.INFO if self.cancelled.is_set() else logging.WARNING, "%s", text)
 
 def choose(waiters, now, job_seconds):
     """Who is next of waiters, by arrival: who goes ahead; (a) LLM requests that would pass their limit before
@@ -485,10 +482,8 @@ def choose(waiters, now, job_seconds):
     if image is None:
         return waiters[0] if waiters else None
     expected = job_seconds(image.engine)
-    for waiter in waiters[:waiters.index(image)]:
-        if waiter.limit and (expected is None or waiter.arrived + waiter.limit < now + 2 * expected):
-            return waiter
-    return image
+    return next((waiter for waiter in waiters[:waiters.index(image)] if waiter.limit and (
+        expected is None or waiter.arrived + waiter.limit < now + 2 * expected)), image)
 
 def median(values):
     return sorted(values)[len(values) // 2] if values else None
@@ -501,11 +496,10 @@ class Card:
         self._engines, self._vram, self._clock, self._tell = tuple(engines), vram, clock, tell
         self._holds, self._waiters = {}, []     # id -> Hold, all of one engine; in order of arrival
         self._owner = self._handover = self.closed = None   # owner: made ready last; None: nobody, or unknown
-        self._numbers, self._idle_since = itertools.count(1), clock()
-        self._blocked_total, self._blocked_since = 0.0, None    # seconds in which LLM holds stood in the way
+        self._idle_since, self._blocked_total, self._blocked_since = clock(), 0.0, None     # see _advance()
         self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=50))   # engine -> image jobs
         self._residents, self._ledger = {}, collections.deque(maxlen=50)    # engine's name -> its last answer
-        self.warm = None                        # (engine, work(hold)): what an idle card is used for
+        self.warm = self._cold = None           # (engine, work(hold)) for an idle card; due since it is free
 
     def acquire(self, engine, what, limit, joins=False, on_wait=lambda leave: None, ahead=False):
         """Wait for a hold. limit: seconds (rule 4), 0 for none. joins: may queue inside the engine beside its
@@ -513,21 +507,22 @@ class Card:
         with self._lock:
             if self.closed:
                 raise self.closed
-            waiter = self._waiter(engine, what, limit, joins, ahead)
+            waiter = Hold(engine, what, self._clock(), limit, joins, ahead, self._blocked())
             self._waiters.append(waiter)
             self._advance()
             if waiter not in self._waiters:
                 return waiter
         on_wait(lambda: self._leave(waiter))            # may call it at once: outside the lock
         with self._lock:
-            waiter.turn = threading.Condition(self._lock)
+            turn = threading.Condition(self._lock)
+            waiter.wake = turn.notify
             while waiter in self._waiters:
                 left = self._left(waiter)
                 if left is not None and left <= 0:
                     message = f"{what} waited {limit:g}s for the card; {self._reason()}"
                     self._refuse([waiter], Refused(503, message, "busy", self._retry_after(engine)))
                 else:
-                    waiter.turn.wait(left)
+                    turn.wait(left)
         if waiter.error:
             raise waiter.error
         return waiter
@@ -538,13 +533,14 @@ class Card:
             others = any(hold.engine is not engine for hold in self._holds.values())
             if self.closed or self._waiters or self._handover or others or self._owner not in (engine, None):
                 return None
-            return self._grant(self._waiter(engine, what))
+            hold = self._grant(Hold(engine, what, self._clock()))
+            self._advance()
+            return hold
 
     def free_for(self, engine):
         """Whether a request for engine that came now would have the card (almost) at once."""
         with self._lock:
-            shared = engine.kind == LLM or not self._holds
-            return self._owner is engine and shared and not (self._waiters or self._handover)
+            return self._has(engine) and not self._waiters and (engine.kind == LLM or not self._holds)
 
     def has(self, engine):
         """Whether engine has the card now, by its holds or as the last that was made ready."""
@@ -564,9 +560,9 @@ class Card:
                 return False
             hold.revoked = why
         try:
-            hold.stop()
+            hold.on_revoke()
             then()
-        finally:
+        finally:                        # no fault of theirs may cost the card
             with self._lock:
                 self._end(hold, why)
                 self._advance()
@@ -586,9 +582,6 @@ class Card:
             while self._holds and (left := until - self._clock()) > 0:
                 self._work.wait(left)
 
-    def _waiter(self, engine, what, limit=0, joins=False, ahead=False):
-        now = self._clock()
-        return Hold(next(self._numbers), engine, what, now, limit, joins, self._blocked(now), ahead)
     def _leave(self, waiter):
         with self._lock:
             if waiter in self._waiters:
@@ -602,29 +595,16 @@ class Card:
             waiter.wake()
         self._advance()
 
-    def _blocked(self, now):
-        return self._blocked_total + (now - self._blocked_since if self._blocked_since is not None else 0)
-
-    def _recount(self, moved=False):
-        """Keep the clock of image requests: it runs while LLM holds, or their drain, stand in the way. When
-        that changed, or a hand-over moved, other limits count: every waiter looks again."""
-        in_way, now = [hold.engine.kind for hold in self._holds.values()], self._clock()
-        if self._handover and self._handover.asked:
-            in_way.append(self._handover.asked.kind)
-        blocked = LLM in in_way
-        if blocked != (self._blocked_since is not None):
-            self._blocked_total, self._blocked_since = self._blocked(now), now if blocked else None
-            moved = True
-        for waiter in self._waiters if moved else ():
-            waiter.wake()
+    def _blocked(self):
+        return self._blocked_total + (0 if (at := self._blocked_since) is None else self._clock() - at)
 
     def _left(self, waiter):
         """Seconds until this waiter's limit; None while no limit counts."""
         moving, now, image = self._handover, self._clock(), waiter.engine.kind == IMAGE
-        own = moving and moving.running and moving.to is waiter.engine and moving.phase != "drain"
+        own = moving and moving.to is waiter.engine and moving.phase != "drain"
         if own or not waiter.limit or image and self._blocked_since is None:
             return None
-        return waiter.limit - (self._blocked(now) - waiter.blocked if image else now - waiter.arrived)
+        return waiter.limit - (self._blocked() - waiter.blocked if image else now - waiter.arrived)
 
     def _reason(self):
         """Who has the card, since when, and why, in words."""
@@ -632,13 +612,13 @@ class Card:
         for hold in self._holds.values():
             doing = f"job {hold.job}" if hold.job else hold.what
             return f"{hold.engine.name} has had it for {now - hold.since:.0f}s ({doing}){hold.engine.hint}"
-        age = moving and f"{now - moving.phase_since:.0f}s"
-        if moving and moving.asked:
+        if not moving:
+            return "others were before it"
+        age = f"{now - moving.phase_since:.0f}s"
+        if moving.asked:
             return (f"{moving.asked.name} has been busy for {age} with work that did not come through"
                     f" stadi, or outlived its connection{moving.asked.hint}")
-        if moving and moving.running:
-            return f"it is on its way to {moving.name}, in the phase {moving.phase} for {age} ({moving.why})"
-        return "others were before it"
+        return f"it goes to {moving.name or 'nobody'}, in the phase {moving.phase} for {age} ({moving.why})"
 
     def _retry_after(self, engine):
         """Seconds to ask again after: what this engine's hand-over and the holder's job usually take."""
@@ -653,7 +633,7 @@ class Card:
         """Whether it gets a hold without a hand-over. A lone image job has the other engines asked first."""
         return self._has(engine) and (engine.kind == LLM or joins and bool(self._holds))
     def _has(self, engine):
-        return self._owner is engine and not (self._handover and self._handover.running)
+        return self._owner is engine and not self._handover
 
     def _grant(self, hold, began=None):
         engine, now = hold.engine, self._clock()
@@ -663,7 +643,6 @@ class Card:
             self._waiters.remove(hold)
         hold.since, hold.began = now, now if began is None else began
         self._holds[hold.id] = hold
-        self._recount()
         self._tell("grant", hold=hold.id, engine=engine.name, kind=engine.kind, what=hold.what,
                    waited=now - hold.arrived)
         hold.wake()
@@ -674,52 +653,49 @@ class Card:
         if not self._holds.pop(hold.id, None):
             return False
         engine, now = hold.engine, self._clock()
-        hold.revoked, self._idle_since = revoked, now       # the mover may look before _advance() does
+        hold.revoked = revoked
         if engine.kind == IMAGE and hold.began is not None:
             self._seconds[engine].append(now - hold.began)
-        self._recount()
         self._tell("release", hold=hold.id, engine=engine.name, held=now - hold.since, revoked=revoked)
         return True
 
     def _next(self):
         return choose(self._waiters, self._clock(), self._job_seconds) if self._waiters else None
 
-    def _advance(self):
-        """Grant whatever can be granted now; settle what the mover has to do. Called after every change."""
-        moving = self._handover
-        if moving and moving.running and not self.closed:
-            self._still_wanted(moving)
-        elif not self.closed:
-            while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
-                self._grant(waiter)
-            if waiter is None:
-                self._handover = moving if moving and moving.own else None
-            elif not moving or moving.requester is not waiter:
-                began = moving.began if moving and moving.to is waiter.engine else self._clock()
-                evict = [engine for engine in self._engines if engine is not waiter.engine]
-                self._handover = Handover(waiter.engine, waiter.what, waiter, evict, began)
+    def _advance(self, moved=False):
+        """Grant what can be granted, wake whom it concerns: after every change. moved: other limits count."""
+        if self._handover and not self._handover.cancelled.is_set():
+            self._still_wanted(self._handover)
+        while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
+            self._grant(waiter)
+        hold, now = next(iter(self._holds.values()), None), self._clock()
+        in_way = hold.engine if hold else self._handover and self._handover.asked
+        blocked = bool(in_way) and in_way.kind == LLM       # LLM holds, or their drain
+        if blocked != (self._blocked_since is not None):
+            self._blocked_total, self._blocked_since = self._blocked(), now if blocked else None
+            moved = True
+        for other in self._waiters if moved else ():
+            other.wake()
         if not (self._holds or self._waiters):
-            self._idle_since = self._clock()
-        if self._handover or self.closed or self._idle_left() is not None:
+            self._idle_since = now
+        if waiter or self.closed or self._idle_left() is not None:
             self._work.notify_all()
 
     def _still_wanted(self, moving):
         """Rule 5: a hand-over outlives its requester unless the next in line is for another engine."""
         waiter, requester = self._next(), moving.requester
-        if waiter and (waiter.ahead and moving.to not in (None, waiter.engine)    # who waits for it, waits on
-                       or not moving.to and moving.phase == "vram" and not waiter.engine.stoppable
-                       and [waiter.engine] == moving.evict):    # its process lives, its memory is its own
-            moving.cancelled.set()
-        if not requester or requester in self._waiters:
-            return
-        if waiter and waiter.engine is moving.to:
+        lost = requester and requester not in self._waiters
+        if lost and waiter and waiter.engine is moving.to:
             moving.requester = waiter
-        elif waiter or moving.asked:
+        elif (lost and (waiter or moving.asked)
+              or waiter and waiter.ahead and moving.to not in (None, waiter.engine)   # who wants it waits on
+              or waiter and not moving.to and moving.phase == "vram" and [waiter.engine] == moving.evict
+              and not waiter.engine.stoppable):     # its process lives, its memory is its own
             moving.cancelled.set()
 
     def _idle_left(self):
-        """Seconds until the owner's time is up; None where no clock runs."""
-        after = self._owner and self._owner.idle_after
+        """Seconds until the owner's time is up, or a warm-up is due; None where no clock runs."""
+        after = self._owner.idle_after if self._owner else 0 if self._cold else None
         if after is None or self._holds or self._waiters or self._handover or self.closed:
             return None
         return self._idle_since + after - self._clock()
@@ -731,34 +707,32 @@ class Card:
                 while not (due := self._due()):
                     self._work.wait(self._idle_left())
             try:
-                self.move(*due)
+                if due is self._handover:
+                    self.move(due)
+                else:
+                    self.revoke(due, "nobody waits for it any more")
             except Exception:               # whatever it is: the card must not stay on its way for ever
-                log.exception("the end of a hand-over failed")
+                log.exception("the mover failed")
                 with self._lock:
                     self._handover = self._owner = None
-                    self._advance()
 
     def _due(self):
-        """What the mover has to do now: (hand-over, holds to revoke first), or None."""
-        left, in_way = self._idle_left(), list(self._holds.values())
-        if left is not None and left <= 0:
-            self._handover = Handover(None, "idle", None, [self._owner], self._clock())
-        moving = None if self.closed else self._handover
-        if not moving or not all(
-                hold.unwanted and not hold.revoked and hold.engine is not moving.to for hold in in_way):
-            return None
-        moving.running = True
-        if self._owner is moving.to:        # it waited for its own engine's jobs: no drain
-            moving.began = moving.phase_since = self._clock()
-        for hold in in_way:
-            self._end(hold, "nobody waits for it any more")
-        return moving, in_way
+        """What the mover has to do now: a Handover, a Hold to end for the next in line, or None."""
+        waiter, left, holds = self._next(), self._idle_left(), list(self._holds.values())
+        if waiter and all(
+                hold.unwanted and not hold.revoked and hold.engine is not waiter.engine for hold in holds):
+            if holds:
+                return holds[0]
+            evict = [engine for engine in self._engines if engine is not waiter.engine]
+            self._handover = Handover(waiter.engine, waiter.what, waiter, evict, self._clock())
+        elif left is not None and left <= 0:
+            to, why, evict = (None, "idle", [self._owner]) if self._owner else (self.warm[0], "warm", [])
+            self._handover = Handover(to, why, None, evict, self._clock())
+        return self._handover
 
-    def move(self, moving, revoked=()):
+    def move(self, moving):
         """Carry out one hand-over, and tell everybody how it ended."""
         error = None
-        for hold in revoked:
-            hold.stop()
         try:
             self._vacate(moving)
             if moving.to:
@@ -770,46 +744,41 @@ class Card:
             error = failure
         except Exception as failure:        # a fault of stadi's own must not cost the card
             log.exception("hand-over failed")
-            error = Refused(500, f"hand-over to {moving.name} failed: {failure!r}")
+            error = Refused(500, f"the hand-over failed: {failure!r}")
         self._finish(moving, error)
 
     def _vacate(self, moving):
         """Evict whoever is resident, and wait for the VRAM."""
         self._phase(moving, "drain")
-        answers = {engine: engine.resident() for engine in self._engines if engine is not moving.to}
-        self._residents.update({engine.name: answer for engine, answer in answers.items()})
-        there = [engine for engine, answer in answers.items() if answer is not False]
+        answers = {engine.name: engine.resident() for engine in self._engines if engine is not moving.to}
+        self._residents.update(answers)
+        there = [engine for engine in self._engines if answers.get(engine.name, False) is not False]
         residents = [engine for engine in there if engine in moving.evict]
-        alone = residents == there
-        if moving.own and not alone:
-            raise GivenUp                               # warm never evicts
         for engine in residents:
             self._drain(moving, engine)
-        if moving.cancelled.is_set():
+        if moving.cancelled.is_set() or moving.own and there:       # a warm-up never evicts
             raise GivenUp
         if not residents:
             return
         self._phase(moving, "evict")
-        moving.before = self._vram.used()
+        row, gone = moving.row, []
+        row["vram_before"] = self._vram.used()
         for engine in residents:
             eviction = engine.evict()
             self._residents[engine.name] = False if eviction.verified else None
-            moving.gone += [engine.name] if eviction.freed else []
-            moving.before = moving.before if eviction.before is None else eviction.before
-            moving.notes.append(eviction.note)
-            if eviction.note:
-                log.warning("%s", eviction.note)
-            alone = alone and eviction.verified
-        if moving.gone and not (moving.to and moving.to.resident()):
+            gone += [engine.name] if eviction.freed else []
+            row["from"] = ",".join(gone) or None
+            row["vram_before"] = row["vram_before"] if eviction.before is None else eviction.before
+            moving.note(eviction.note)
+        if gone and not (moving.to and moving.to.resident()):
             self._phase(moving, "vram")
-            warning = self._vram.wait_back(moving.before, alone, cut=moving.cancelled.is_set,
+            alone = all(self._residents[engine.name] is False for engine in there)
+            warning = self._vram.wait_back(row["vram_before"], alone, cut=moving.cancelled.is_set,
                                            nudge=lambda: [engine.nudge() for engine in residents])
-            moving.notes.append(warning)
-            if warning and not moving.cancelled.is_set():
-                log.warning("%s", warning)
+            moving.note(warning)
             for engine in residents if not warning else ():
                 engine.evicted()
-        moving.after = self._vram.used()
+        row["vram_after"] = self._vram.used()
 
     def _drain(self, moving, engine):
         """Rule 6: work that outlives its connection, or bypasses stadi, is known only to the engine."""
@@ -817,12 +786,9 @@ class Card:
         while not moving.cancelled.is_set() and engine.busy():
             with self._lock:
                 moving.asked = engine
-                self._recount()
-                self._still_wanted(moving)
+                self._advance()
             if limit and self._clock() >= began + limit:
-                note = f"{engine.name} was still busy after {limit:g}s; evicted anyway"
-                moving.notes.append(note)
-                return log.warning("%s", note)
+                return moving.note(f"{engine.name} was still busy after {limit:g}s; evicted anyway")
             moving.cancelled.wait(pause)
             pause = min(0.5, pause * 2)
 
@@ -831,24 +797,25 @@ class Card:
             self._timed(moving, phase)
             if phase == "evict" and self._owner in moving.evict:
                 self._owner = None          # from here on it may be gone
-            self._recount(moved=True)
-            self._still_wanted(moving)
+            self._advance(moved=True)
             self._tell("phase", to=moving.name, phase=phase, why=moving.why)
 
     def _timed(self, moving, phase):
         now = self._clock()
-        moving.ms[moving.phase] += round((now - moving.phase_since) * 1000)
+        moving.row[f"{moving.phase}_ms"] += round((now - moving.phase_since) * 1000)
         moving.phase, moving.phase_since, moving.asked = phase, now, None
 
     def _finish(self, moving, error):
         with self._lock:
             self._timed(moving, "done")
-            self._handover, refused = None, isinstance(error, Refused)
-            changed = moving.gone or moving.started or moving.to and moving.to is not self._owner
+            refused = isinstance(error, Refused)
+            self._handover, self._cold = None, self.warm and not moving.to
+            if refused or moving.row["from"] or moving.started or moving.to not in (None, self._owner):
+                moving.row.update(at=time.time(), error=error and (str(error) or "given up"))
+                self._ledger.append(moving.row)
+                self._tell("handover", **moving.row)
             if error is None:
-                self._owner = moving.to if moving.to and moving.to.kind in (LLM, IMAGE) else None
-            if changed or refused:
-                self._record(moving, error)
+                self._owner = moving.to if moving.to in self._engines else None
             self._tell("owner", engine=self._owner and self._owner.name)
             if refused:
                 self._refuse([w for w in self._waiters if error.everyone or w.engine is moving.to], error)
@@ -857,36 +824,12 @@ class Card:
                 waiter = moving.requester if moving.requester in self._waiters else self._next()
                 if waiter and waiter.engine is moving.to:
                     self._grant(waiter, moving.began)
-            self._recount(moved=True)
-            self._advance()
-            if self.warm and not (self._waiters or self._holds or self._handover or self.closed):
-                self._warm_up(moving, error)
-
-    def _warm_up(self, moving, error):
-        """Rule 11: what an idle card is used for is a hold as well, of work that nobody waits for."""
-        engine, work = self.warm
-        if moving.own and error is None:
-            hold = self._grant(self._waiter(engine, moving.why))
-            hold.unwanted = True
-            if not start(work, hold):
-                self._end(hold)
-        elif moving.to is None:
-            self._handover = Handover(engine, "warm", None, [], self._clock(), own=True)
-            self._work.notify_all()
-
-    def _record(self, moving, error):
-        row = {"at": time.time(), "from": ",".join(moving.gone) or None, "to": moving.to and moving.name,
-               "why": moving.why, **{f"{phase}_ms": ms for phase, ms in moving.ms.items()},
-               "vram_before": moving.before, "vram_after": moving.after,
-               "error": "given up" if isinstance(error, GivenUp) else error and str(error),
-               "notes": [note for note in moving.notes if note]}
-        self._ledger.append(row)
-        self._tell("handover", **row)
-
-    def _usual(self, moving):
-        """Seconds that this phase took in the middle one of such hand-overs of this run, or None."""
-        return median([row[f"{moving.phase}_ms"] / 1000 for row in self._ledger
-                       if row["to"] == (moving.to and moving.name) and not row["error"]])
+                elif moving.own and not (waiter or self.closed):    # rule 11: this is a hold as well
+                    hold = self._grant(Hold(moving.to, moving.why, self._clock()))
+                    hold.unwanted = True
+                    if not start(self.warm[1], hold):
+                        self._end(hold)
+            self._advance(moved=True)
 
     def holds(self):
         with self._lock:
@@ -899,20 +842,17 @@ class Card:
             holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
                       "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
                      for hold in self._holds.values()]
-            running = moving and moving.to and moving.running
-            if moving and not moving.running and moving.to is self._owner:
-                moving = None                           # it only queues behind its own engine's jobs
-            first = holds and {key: holds[0][key] for key in ("engine", "kind", "since_s")}
+            usual = moving and median([row[f"{moving.phase}_ms"] / 1000 for row in self._ledger
+                                       if row["to"] == moving.name and not row["error"]])
             return {
-                "state": holds[0]["kind"] if holds else moving.to.kind if running else "idle",
-                "holder": {**first, "holds": holds} if holds else None,
+                "state": holds[0]["kind"] if holds else moving.to.kind if moving and moving.to else "idle",
+                "holder": {**holds[0], "holds": holds} if holds else None,
                 "in_flight": {kind: sum(hold["kind"] == kind for hold in holds) for kind in (LLM, IMAGE)},
                 "waiting": [{"kind": waiter.engine.kind, "engine": waiter.engine.name, "what": waiter.what,
                              "waited_s": now - waiter.arrived, "limit_s": waiter.limit or None}
                             for waiter in self._waiters],
-                "handover": moving and {"to": moving.to and moving.name, "phase": moving.phase,
-                                        "phase_s": now - moving.phase_since, "why": moving.why,
-                                        "usual_s": self._usual(moving)},
+                "handover": moving and {"to": moving.name, "phase": moving.phase, "why": moving.why,
+                                        "phase_s": now - moving.phase_since, "usual_s": usual},
                 "resident": dict(self._residents), "idle_left_s": None if left is None else max(0.0, left),
                 "handovers": list(self._ledger)}
 
@@ -922,7 +862,7 @@ class Card:
 # killed, a small shell on a pipe (the guard) kills the group; what that missed is ended by the next start.
 
 TERM_SECONDS, KILL_SECONDS = 3.0, 10.0      # TERM to KILL (sd-server needs 0.1); KILL to "the driver hangs"
-LOG_BYTES, TOKEN, NAMESPACE = 10 * MIB, "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
+LOG_BYTES, TAIL_BYTES, TOKEN, NAMESPACE = 10 * MIB, 65536, "STADI_CHILD", os.stat("/proc/self/ns/pid").st_ino
 GUARD = 'read -r _; kill -s KILL -- "-$0"'      # dash knows no "kill -9 --"
 
 def life(pid):
@@ -967,20 +907,17 @@ def end_orphans(port):
         log.warning("ending sd-server (pids %s), left behind by an earlier stadi", kin(groups, token))
         end_kin(groups, token)
 
-def listening_sockets():
-    """{inode: port} of the TCP sockets that listen on this machine; it may have thousands of others."""
-    rows = re.findall(rb":(\w{4}) \S+ 0A (?:\S+ +){5}(\d+) ", proc("net/tcp") + proc("net/tcp6"))
-    return {inode.decode(): int(port, 16) for port, inode in rows}
-def listeners(port, sockets=None):      # sockets: where they have been looked at already
-    return {inode for inode, other in (sockets or listening_sockets()).items() if other == port}
+def listeners(port):
+    """Inodes of the TCP sockets that listen on a port; the machine may have thousands of others."""
+    pattern = rb"(?m)^ *\d+: \w+:%04X \S+ 0A (?:\S+ +){5}(\d+) " % port
+    return {inode.decode() for inode in re.findall(pattern, proc("net/tcp") + proc("net/tcp6"))}
 
 def sockets_of(pid):
     """Inodes of a process's sockets; empty when it may not be looked at."""
     found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                found.update(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")))
+    for path in glob.glob(f"/proc/{pid}/fd/*"):
+        with contextlib.suppress(OSError):
+            found.update(re.findall(r"socket:\[(\d+)\]", os.readlink(path)))
     return found
 
 def who_listens(inodes):
@@ -991,53 +928,43 @@ def who_listens(inodes):
 class SpawnError(Exception):
     """The child could not be started; the text names the file and the cause."""
 
-def _why_not(program, error):
-    """The cause behind an OSError of exec, which is alike for several."""
-    there, folder = os.path.exists(program), os.path.isdir(program)
-    causes = {errno.ENOENT: "its interpreter (the first line) is missing" if there else "no such file",
-              errno.EACCES: "it is a folder" if folder else "it may not be executed (chmod +x)",
-              errno.ENOEXEC: "it is no program of this machine's kind"}
-    return causes.get(error.errno, error.strerror or str(error))
+def why_not(error):
+    """An OSError in words: the file, and the cause, where that of exec's is alike for several."""
+    name = error.filename or ""
+    cause = ("it is a folder" if os.path.isdir(name) else "its interpreter (the first line) is missing"
+             if error.errno == errno.ENOENT and os.path.exists(name) else error.strerror or str(error))
+    return f"{name} cannot be used: {cause}" if name else cause
 
 class Child:
     """One life of the sd-server process. Made by spawning it, or SpawnError; ends by stop() or by itself."""
     def __init__(self, argv, port, folder):
         self.port, self.since = port, time.monotonic()
-        self.ready = False                      # set by Sd.ready(): it has answered; ends with stop()
+        self.ready, self._process = False, None     # ready: set by Sd.ready(), until stop(): it has answered
         self.gone = threading.Event()           # its whole group has ended
         self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            output = open(self.log_file, "ab")
-            self._trim_log()
-            self._log_start = os.path.getsize(self.log_file)
-        except OSError as error:
-            raise SpawnError(f"its log {self.log_file} cannot be written: {error.strerror}; is -sd-log-dir"
-                             " (STADI_SD_LOG_DIR) a folder of stadi's?") from None
-        try:
-            with output:
+            with open(self.log_file, "ab") as output:
+                self._trim_log()
+                self._log_start = os.path.getsize(self.log_file)
                 self._process = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                     env={**os.environ, TOKEN: self._token})
-        except OSError as error:
-            raise SpawnError(f"{argv[0]} cannot be run: {_why_not(argv[0], error)}") from None
-        self.pid = self._process.pid
-        try:
+            self.pid = self._process.pid
             self._pidfd = os.pidfd_open(self.pid)
             guard = ["/bin/sh", "-c", GUARD, str(self.pid)]
             self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
             if not start(self._reap):
                 raise OSError("no threads left")
-        except OSError as error:                        # not without a guard
-            end_kin({self.pid}, self._token)
-            self._process.wait()
-            raise SpawnError(f"it cannot be guarded: {error}") from None
+        except OSError as error:
+            if self._process:                           # not without a guard
+                end_kin({self._process.pid}, self._token)
+                self._process.wait()
+            raise SpawnError(why_not(error)) from None
 
     def _reap(self):
         """Waits for the leader's death, ends what is left of it, and only then frees its pid."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        while not poller.poll(1000):
+        while not ready(1.0, (self._pidfd, select.POLLIN)):
             with contextlib.suppress(OSError):
                 self._trim_log()
         os.close(self._pidfd)
@@ -1064,13 +991,11 @@ class Child:
 
     def log_tail(self):
         """The last lines of this life's log, of a progress bar only its last state."""
-        text, size = "", 64 * 1024
         with contextlib.suppress(OSError), open(self.log_file, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start if self._log_start <= end else 0, end - size))
-            text = file.read(size).decode("utf-8", "replace")
-        rows = map(str.strip, text.split("\n"))
-        return [row.rpartition("\r")[2] for row in rows if row]
+            file.seek(max(self._log_start, os.path.getsize(self.log_file) - TAIL_BYTES))
+            rows = map(str.strip, file.read(TAIL_BYTES).decode("utf-8", "replace").split("\n"))
+            return [row.rpartition("\r")[2] for row in rows if row]
+        return []
 
     def last_words(self):
         """The lines of its log that say why it ended: those with an error in them, then the last ones."""
@@ -1079,13 +1004,10 @@ class Child:
         return "; ".join(errors[:2] + lines[-4:]) or "its log is empty"
 
     def listening(self):
-        """Whether it listens on its port. Raises SpawnError if a stranger does too, or it does elsewhere."""
-        sockets = listening_sockets()
-        inodes = listeners(self.port, sockets)
-        elsewhere = [sockets[inode] for inode in sockets_of(self.pid) if inode in sockets]
-        if elsewhere and not inodes:
-            raise SpawnError(f"it listens on {elsewhere[0]}; write --listen-port {self.port} into -sd-args")
-        own = set().union(*map(sockets_of, kin({self.pid}, self._token))) if inodes else set()
+        """Whether it listens on its port. Raises SpawnError if a stranger does too."""
+        if not (inodes := listeners(self.port)):
+            return False
+        own = set().union(*map(sockets_of, kin({self.pid}, self._token)))
         if inodes - own and life(self.pid) and not self.gone.is_set():      # not of one that has just died
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
         return bool(inodes & own)
@@ -1534,11 +1456,12 @@ def follow(card, hold):
     """A follower's life: keep hold until its job has ended, or has outlived its engine's job_bound; while it
     is queued behind others, their clock runs."""
     engine, job, pause, bound = hold.engine, hold.job, 0.1, hold.engine.job_bound or float("inf")
-    end = time.monotonic() + bound
+    end, over = time.monotonic() + bound, threading.Event()
+    hold.on_revoke = over.set
     fields = {"fields": {"engine": engine.name, "prompt_id": job}}
     log.info("image job: accepted", extra=fields)
     try:
-        while not hold.over.wait(pause):
+        while not (over.wait(pause) or hold.revoked):
             state = engine.ended(job, max(0.1, min(JOB_SECONDS, end - time.monotonic())))
             if state == "ended":
                 log.info("image job: ended", extra=fields)
@@ -1883,13 +1806,6 @@ def reset_at_close(sock):
     """Make the close an RST: the end must not look like one."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-def ready(seconds, *wanted):
-    """{file descriptor: events} of the (socket, events) ready within that time; 0 and less only looks."""
-    poller = select.poll()
-    for sock, events in wanted:
-        poller.register(sock, events)
-    return dict(poller.poll(max(0.0, seconds) * 1000))
 
 class Client:
     """A client's connection: the socket, the bytes read ahead of use, and whether it left."""
@@ -2883,7 +2799,7 @@ def lend(settings):
     try:
         command = subprocess.Popen(words, pass_fds=[lease.fileno()], env={**os.environ, TOKEN: token})
     except OSError as error:
-        raise Trouble(f"{words[0]} cannot be run: {_why_not(words[0], error)}") from None
+        raise Trouble(why_not(error)) from None
     def send(number):
         for pid in kin((), token):
             with contextlib.suppress(OSError):

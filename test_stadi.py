@@ -10827,6 +10827,13 @@ class Caller(Actor):
         if machine.lock.held:
             raise Broken("on_revoke is called under the lock")
         self.told += 1
+        if self not in machine.ending:                      # of the mover's own accord
+            if not self.unwanted or self.state != "held" or not machine.waiting:
+                raise Broken(f"the work of {self} is ended for nothing")
+            if machine.next_one().engine is self.engine:
+                raise Broken(f"the work of {self} is ended for its own engine's next job")
+            machine.ending.append(self)
+            machine.over(self)
         machine.window += 1
         machine.meanwhile()
         machine.window -= 1
@@ -10950,7 +10957,7 @@ class Machine:
         self.awake, self.sleepers, self.schedule, self.grants = [], [], [], 0
         self.waiting, self.holds = [], {}                   # in order of arrival; id -> Caller
         self.held, self.spent = [], []                      # whose thread lives; who had a hold
-        self.owner = self.move = self.closing = self.closer = self.releasing = self.chosen = None
+        self.owner = self.move = self.closing = self.closer = self.releasing = None
         self.ending = []                                    # whose work is being ended by hand
         self.busy_at = self.changed_at = 0.0
         self.jobs = collections.defaultdict(list)
@@ -11169,15 +11176,9 @@ class Machine:
         if fields["revoked"]:
             caller.revoked = True
         if caller is not self.releasing and caller not in self.ending:      # of the mover's own accord
-            if not (caller.unwanted and fields["revoked"] and self.waiting) or caller.told:
+            if not (caller.unwanted and fields["revoked"]):
                 raise Broken(f"{caller} lost its hold for nothing")
-            if self.next_one().engine is caller.engine and not self.window:
-                raise Broken(f"{caller} lost its hold for its own engine's next job")
-            self.chosen = self.next_one()                   # the time of this job may change who is next
-            caller.state = "over"
-            if caller in self.held:
-                self.held.remove(caller)
-            self.spent.append(caller)
+            self.over(caller)
         hold = caller.hold or caller.waiter
         if caller.engine.kind == "image":
             self.jobs[caller.engine.name].append(self.now - hold.began)
@@ -11185,13 +11186,13 @@ class Machine:
 
     # -- the mover's doings --
 
-    def moves(self, moving, revoked=()):
+    def moves(self, moving):
         if self.lock.held or self.move:
             raise Broken("a hand-over begins under the lock, or within another")
         if self.holds:
             raise Broken(f"a hand-over begins while {[str(c) for c in self.holds.values()]} hold the card")
         self.schedule.append((self.now, self.depth, "hand-over", moving.to and moving.to.name))
-        following, requester = self.chosen if revoked else self.next_one(), None
+        following, requester = self.next_one(), None
         if moving.to is None:
             idle_after = self.owner.idle_after if self.owner else None
             if self.waiting or idle_after is None or self.now - self.busy_at < idle_after:
@@ -11203,10 +11204,7 @@ class Machine:
         elif self.waiting:
             raise Broken("a warm-up begins before those who wait")
         self.move = Move(moving, requester, self.now)
-        for hold in revoked:
-            if not hold.revoked:
-                raise Broken("revoked for nothing")
-        self.carry_out(moving, revoked)
+        self.carry_out(moving)
         if self.move or self.card._handover is moving:
             raise Broken("a hand-over has ended, and the card does not know")
 
@@ -11315,12 +11313,16 @@ class Machine:
         if caller:
             self.ends(caller)
 
+    def over(self, caller):
+        caller.state = "over"
+        if caller in self.held:
+            self.held.remove(caller)
+        self.spent.append(caller)
+
     def ends(self, caller):
         """Its answer, or its job, is over."""
         self.note(f"{caller} ends")
-        caller.state = "over"
-        self.held.remove(caller)
-        self.spent.append(caller)
+        self.over(caller)
         self.releasing = caller
         self.card.release(caller.hold)
         self.releasing = None
@@ -11348,15 +11350,13 @@ class Machine:
         caller = self.pick(self.in_hand())
         if caller:
             self.note(f"{caller} is released by hand")
-            caller.state = "over"
-            self.held.remove(caller)
-            self.spent.append(caller)
+            self.over(caller)
             self.ending.append(caller)
             told = caller.told
             self.window += 1
             if not self.card.revoke(caller.hold, "by hand"):
                 raise Broken(f"{caller} had no hold")
-            if caller.told != told + 1 or not caller.hold.revoked or caller.hold.over and not caller.hold.over.is_set():
+            if caller.told != told + 1 or not caller.hold.revoked:
                 raise Broken(f"{caller} was not told that its hold is gone")
             self.window -= 1
             self.ending.remove(caller)
@@ -11786,7 +11786,8 @@ def test_a_fault_in_the_end_of_revoked_work_does_not_cost_the_card(card_room):
             machine.card.reconsider(render.hold)
         else:
             machine.releasing = render
-            machine.card.revoke(render.hold, "by hand")
+            with pytest.raises(OSError):
+                machine.card.revoke(render.hold, "by hand")
             render.state = "over"
             machine.held.remove(render)
         machine.settle()
@@ -12532,8 +12533,8 @@ def chaos_write(path, content, mode=0o755):
 
 
 CHAOS_EXEC = {      # name -> (how the program is broken, words of the 502)
-    "missing": (lambda path: None, "no such file"),
-    "not executable": (lambda path: chaos_write(path, b"#!/bin/sh\n", 0o644), "chmod|executed"),
+    "missing": (lambda path: None, "No such file"),
+    "not executable": (lambda path: chaos_write(path, b"#!/bin/sh\n", 0o644), "Permission denied"),
     "bad shebang": (lambda path: chaos_write(path, b"#!/no/such/python\n"), "interpreter|first line"),
     "a folder": (lambda path: path.mkdir(), "folder"),
     "wrong format": (lambda path: chaos_write(path, b"no program at all\n"), "kind|format"),
@@ -13677,7 +13678,7 @@ def test_steer_loads_tell_nothing_of_how_long_jobs_take():
     painter = Painter()
     card = stadi_module().Card([painter], None)
     for began in (None, 0.0, None):
-        hold = card._grant(card._waiter(painter, "load"))
+        hold = card._grant(stadi_module().Hold(painter, "load", 0.0))
         hold.began = began
         card.release(hold)
     assert len(card._seconds[painter]) == 1 and card._job_seconds(painter) > 1
