@@ -725,6 +725,8 @@ class Card:
                 return holds[0]
             evict = [engine for engine in self._engines if engine is not waiter.engine]
             self._handover = Handover(waiter.engine, waiter.what, waiter, evict, self._clock())
+            if waiter.engine is not self._owner:
+                self._handover.phase_since = waiter.arrived     # in its drain_ms: what was in flight
         elif left is not None and left <= 0:
             to, why, evict = (None, "idle", [self._owner]) if self._owner else (self.warm[0], "warm", [])
             self._handover = Handover(to, why, None, evict, self._clock())
@@ -838,7 +840,9 @@ class Card:
     def snapshot(self):
         """Everything that the status shows, at one moment."""
         with self._lock:
-            now, moving, left = self._clock(), self._handover, self._idle_left()
+            now, moving, left, waiter = self._clock(), self._handover, self._idle_left(), self._next()
+            if not moving and waiter and waiter.engine is not self._owner:      # what is in flight ends first
+                moving = Handover(waiter.engine, waiter.what, waiter, (), waiter.arrived)
             holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
                       "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
                      for hold in self._holds.values()]
@@ -2229,7 +2233,7 @@ class Eyes:
         while self.vram.meter.source != "none":
             if reading := self.vram.meter.read():
                 self._levels.append((time.time(), reading.used))
-            time.sleep(SAMPLE_SECONDS if self.vram.meter.every < 0.1 else 4 * SAMPLE_SECONDS)
+            time.sleep(SAMPLE_SECONDS if self.vram.meter.every < 0.1 else 12 * SAMPLE_SECONDS)   # a command
 
     def picture(self):
         """The status, with what the page draws besides."""
@@ -2277,7 +2281,7 @@ class Eyes:
 
 # ----- Page -------------------------------------------------------------------------------------------------
 # What GET /stadi shows, with nothing from elsewhere: what /stadi/events says, as text and never as markup.
-EVENT_PAUSE, EVENT_SECONDS, LEASE_SECONDS, SAMPLE_SECONDS = 0.2, 5.0, 15.0, 15.0
+EVENT_PAUSE, EVENT_SECONDS, LEASE_SECONDS, SAMPLE_SECONDS = 0.2, 5.0, 15.0, 5.0
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
 PAGE_HEAD = ("Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; script-src"
              " 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'\r\nCache-Control: no-store\r\n")
@@ -2380,7 +2384,8 @@ function show({holder, handover, sd, vram, engines, waiting, resident, handovers
   draw("legend", spent, keys(Object.keys(spent).map(who => [who, `${named(who)} ${span(spent[who])} `])));
   $("hour").ariaLabel = `Who had it: ${$("legend").textContent}; below, the memory used`;
   $("hour").replaceChildren(...band, make("line", {x2: 3600, y1: y(vram.floor), y2: y(vram.floor)}),
-    make("polyline", {points: history.vram.map(([at, used]) => `${at - start},${y(used)}`).join(" ")}));
+    make("polyline", {points: [...history.vram, [start + 3600, vram.used ?? 0]].map(
+      ([at, used]) => `${Math.max(0, at - start)},${y(used)}`).join(" ")}));
 }
 function ask(path, title, effect) {
   tell({title: `${title}?`, effect, yes: title}), $("ask").showModal();
