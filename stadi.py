@@ -1750,7 +1750,7 @@ class Table:
 # backtracking (possessive quantifiers); a second finds the few fields that matter; the rest goes on as it is.
 
 HEAD_BYTES, FIELDS_MOST, NAMED_MOST, CHUNK_EXT, TRAILER_BYTES = 64 * 1024, 256, 32, 1024, 8192
-CHUNK_LINE, HEX_DIGITS = 2 + 15 + 1 + CHUNK_EXT + 2, b"0123456789abcdefABCDEF"     # CRLF, digits, ";", ...
+CHUNK_LINE = 2 + 15 + 1 + CHUNK_EXT + 2     # CRLF, digits, ";", extension, CRLF
 HEAD_SECONDS, INTERIM_MOST = 10.0, 64   # from a head's first byte to its last; 1xx before the answer
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
@@ -1758,7 +1758,8 @@ _FIELDS = rb"((?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+\r\n)*+)"
 _TARGET = rb"([A-Za-z0-9\-._~!$&'()*+,;=:@%/?\[\]|{}^]++)"
 REQUEST = re.compile(rb"(" + _TOKEN + rb") " + _TARGET + rb" HTTP/1\.([01])\r\n" + _FIELDS + rb"\r\n")
 ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d(?: [\t\x20-\x7e\x80-\xff]*+)?+)\r\n" + _FIELDS + rb"\r\n")
-CHUNK = re.compile(rb"(\r\n)?+([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+\r\n" % CHUNK_EXT)
+CHUNK = re.compile(rb"(?:\r(?:\n(?:([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+"
+                   rb"(?:\r(\n)?+)?+)?+)?+)?+" % CHUNK_EXT)     # also each beginning of it, without group 2
 NOT_TEXT = re.compile(rb"[^\t\r\n\x20-\x7e\x80-\xff]|(?<!\r)\n|\r[^\n]|^\r|^[\x80-\xff]")
 HOST = re.compile(r"(?a)(?!.{300})(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-f.]*+:)[\da-f:.]++\])(?::\d{1,5})?")
 
@@ -1766,7 +1767,6 @@ HOST = re.compile(r"(?a)(?!.{300})(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-f.]*+:)
 _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer"
              rb"|transfer-encoding|upgrade|expect|x-forwarded-(?:for|host|proto)")
 NOTED = re.compile(rb"\n(" + _STRIPPED + rb"|content-length|host|origin|sec-fetch-site):([^\r]*)")
-HOST_AS_SENT = re.compile(rb"(?im)^host:[\t ]*([^\r\t ]*)")
 STRIP = re.compile(rb"(?im)^(?:" + _STRIPPED + rb"):[^\n]*\n")
 UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
 PASSED = frozenset((b"content-length", b"host", b"origin", b"sec-fetch-site"))
@@ -1774,80 +1774,67 @@ ONCE = PASSED | {b"transfer-encoding"}                        # in one head
 FRAMES = (b"content-length", b"transfer-encoding", b"host")   # no trailer and no Connection token names these
 NAMELESS = frozenset((b"", b"close", b"keep-alive", b"upgrade", b"te", *FRAMES))   # tokens that strip nothing
 
-class Sized:
-    """A body of known length. feed(data) says how many bytes of data belong to it, and are sound."""
+class Body:
+    """A body of known length, or (inf) up to its connection's end. feed(data) says how many bytes of data belong
+    to it, and are sound; payload, a list, gets them without any framing."""
     def __init__(self, length):
         self.left, self.done = length, length == 0
 
-    def feed(self, data):
+    def feed(self, data, payload=None):
         taken = min(self.left, len(data))
         self.left -= taken
         self.done = self.left == 0
+        if payload is not None:
+            payload.append(data[:taken])
         return taken
 
-NOTHING = Sized(0)              # the body of a head that names none
-class UntilEnd:
-    """A body that ends with its connection: every byte belongs to it."""
-    done, feed = False, staticmethod(len)
+NOTHING, UNTIL_END = Body(0), float("inf")      # the body of a head that names none; the length of an answer's
 
-NO_CHUNK = "the size of a chunk cannot be read, or the chunk before it does not end where its own says"
 @functools.lru_cache(1024)
-def chunk_size(line, inside):
-    """The size that a chunk's first line gives. inside: the CRLF of the chunk before it stands in front."""
+def chunk_size(line):
+    """The size in a chunk's first line, with the CRLF before it; None while the line is not whole."""
     found = CHUNK.fullmatch(line)
-    if not found or inside != bool(found[1]):
-        raise BadMessage(NO_CHUNK)
-    return int(found[2], 16)
+    if not found:
+        raise BadMessage("the size of a chunk cannot be read, or the chunk before it is longer than it says")
+    return int(found[1], 16) if found[2] else None
+
+def trailers_end(data, at):
+    """Where the trailers end that begin there, behind a CRLF; None while they are not whole."""
+    end = data.find(b"\r\n\r\n", at - 2)
+    fields = data[at:end + 2] if end >= 0 else data[at:]
+    if len(fields) > TRAILER_BYTES or end >= 0 and (not re.fullmatch(_FIELDS, fields) or any(
+            name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower()))):
+        raise BadMessage("the trailers cannot be read")
+    return end + 4 if end >= 0 else None
 
 class Chunked:
     """A chunked body, judged as it passes; its bytes go on as they are. What can't be judged yet (a size line
     cut in two) is not counted: the caller hands it in again with more behind it. Raises BadMessage."""
-    def __init__(self):
-        self.done = self._trailer = self._inside = False    # inside: behind a size line, until the CRLF
-        self._left = 0                                      # of the chunk's data
+    done = _inside = False      # inside: the CRLF behind a chunk's data has not come
+    left = 0                    # of the chunk's data
 
     def feed(self, data, payload=None):
-        """How many bytes are sound; payload, a list, gets what is left without the framing."""
-        if self._trailer:
-            return self._end(data, 0)
-        at, end, left, inside, find = 0, len(data), self._left, self._inside, data.find
+        added = 0 if self._inside else 2
+        if added:
+            data = b"\r\n" + data              # so that one stands before every size line
+        at, left, end, find = 0, self.left, len(data), data.find
         while True:
-            if payload is not None:
-                payload.append(data[at:at + left])
             at += left
+            if payload is not None:
+                payload.append(data[at - left:at])
             if at > end:
-                self._left, self._inside = at - end, True
-                return end
-            line = data[at:find(b"\n", at + 2, at + CHUNK_LINE) + 1]
-            if not line:
-                self._left = 0
-                return self._cut(data, at, inside)
-            left, inside = chunk_size(line, inside), True
-            at += len(line)
+                self.left, self._inside = at - end, True
+                return end - added
+            line = data[at:find(b"\n", at + 2, at + CHUNK_LINE) + 1 or at + CHUNK_LINE]
+            left = chunk_size(line)
             if not left:
-                self._trailer = True
-                return self._end(data, at)
-
-    def _cut(self, data, at, inside):
-        """Behind a chunk, and the next size line is not there as a whole."""
-        if inside and data.startswith(b"\r\n", at):
-            at, inside = at + 2, False
-        self._inside, rest = inside, data[at:at + CHUNK_LINE]
-        if rest and (rest != b"\r" if inside else len(rest) == CHUNK_LINE or rest[0] not in HEX_DIGITS):
-            raise BadMessage(NO_CHUNK)
-        return at
-
-    def _end(self, data, at):
-        if data.startswith(b"\r\n", at):
+                break
+            at += len(line)
+        if left == 0 and (whole := trailers_end(data, at + len(line))):
             self.done = True
-            return at + 2
-        end = data.find(b"\r\n\r\n", at)
-        fields = data[at:] if end < 0 else data[at:end + 2]
-        if len(fields) > TRAILER_BYTES or end >= 0 and (not re.fullmatch(_FIELDS, fields) or any(
-                name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower()))):
-            raise BadMessage("the trailers cannot be read")
-        self.done = end >= 0
-        return end + 4 if self.done else at
+            return whole - added
+        self.left, self._inside = 0, line[:2] != b"\r\n"
+        return at - added if self._inside else at + 2 - added
 
 class Head:
     """What a request's and an answer's head have in common: fields that go on, and the framing."""
@@ -1871,7 +1858,7 @@ class Head:
             self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
 
     def framing(self, otherwise):
-        """Sized, Chunked, or what stands for a head that says nothing."""
+        """Body, Chunked, or what stands for a head that says nothing."""
         length, coding = self.values.get(b"content-length"), self.values.get(b"transfer-encoding")
         if coding is not None:
             if length is not None or not self.minor or coding != b"chunked":
@@ -1881,7 +1868,7 @@ class Head:
             return otherwise
         if not (length.isdigit() and len(length) <= 18):
             raise BadMessage("Content-Length must be 1 to 18 digits")
-        return Sized(int(length))
+        return Body(int(length))
 
 @functools.lru_cache(1024)
 def host_of(value):
@@ -1931,9 +1918,8 @@ class Request(Head):
             framing = b"Transfer-Encoding: chunked\r\n"
         elif self.body is NOTHING and self.method not in ("GET", "HEAD", "OPTIONS"):
             framing = b"Content-Length: 0\r\n"          # the engines wait for seconds without it
-        host = HOST_AS_SENT.search(self.fields)[1]
-        return b"".join((f"{self.method} {self.target} HTTP/1.1\r\n".encode(), self.fields, forwarded,
-                         b"X-Forwarded-Host: ", host, b"\r\n", connection, framing, b"\r\n"))
+        line = f"{self.method} {self.target} HTTP/1.1\r\nX-Forwarded-Host: {self.host}\r\n".encode()
+        return b"".join((line, self.fields, forwarded, connection, framing, b"\r\n"))
 
 class Answer(Head):
     """An answer's head, read strictly from a connection; Upstream's response_class. Raises BadMessage."""
@@ -1955,12 +1941,12 @@ class Answer(Head):
                 self._interim(self.line + self.fields + b"\r\n")
         else:
             raise BadMessage("the engine never came to its real answer")
-        self.body = self.framing(UntilEnd())
+        self.body = self.framing(Body(UNTIL_END))
         if self._method == "HEAD" or self.status in (101, 204, 304):
             self.body = NOTHING
         if self.status in (101, 204):
             self.fields = re.sub(rb"(?im)^content-length:[^\n]*\n", b"", self.fields)
-        self.closes = not self.minor or b"close" in self.named or isinstance(self.body, UntilEnd)
+        self.closes = not self.minor or b"close" in self.named or self.body.left == UNTIL_END
         return self
 
     def _read_head(self):
@@ -2287,7 +2273,7 @@ class Exchange:
     def _deliver(self, answer):
         """To the client. True if the engine's connection ends cleanly with this answer's end."""
         self.status, body, data = answer.status, answer.body, answer.rest
-        chunked, until_end = isinstance(body, Chunked), isinstance(body, UntilEnd)
+        chunked, until_end = isinstance(body, Chunked), body.left == UNTIL_END
         bare = chunked and not self.request.minor   # HTTP/1.0 knows no chunks
         self._ends_bare = bare or until_end
         self.keep = self.keep and not self._ends_bare
@@ -2298,10 +2284,10 @@ class Exchange:
         looks = self.on_left and self.status in (200, 202)
         while True:
             payload = [] if bare or looks else None
-            count = body.feed(data, payload) if chunked else body.feed(data)
+            count = body.feed(data, payload)
             block, data = data[:count], data[count:]
             if looks and len(self.copied) <= COPY_BYTES:
-                self.copied += b"".join(payload) if chunked else block
+                self.copied += b"".join(payload)
             if bare:
                 block = b"".join(payload)
             if pending or block:
@@ -2310,7 +2296,7 @@ class Exchange:
                 pending = b""
             if body.done:
                 return not data and not answer.closes
-            if not (data or looks) and isinstance(body, Sized) and body.left > LARGE:
+            if not (data or looks or chunked) and body.left > LARGE:
                 view = memoryview(bytearray(LARGE))     # the bulk of a long body: through one buffer
                 while body.left > LARGE and (count := self.upstream.sock.recv_into(view)):
                     self._to_client(view[:body.feed(view[:count])])
