@@ -26,9 +26,9 @@ The rooms, in reading order; each uses only those above it:
     Front       servers and the handler: from a route's class to card, relay or answer
     main        settings, signals, wiring
 """
-import bisect, collections, contextlib, errno, functools, glob, http.client, http.server, ipaddress, itertools
-import json, logging, os, re, resource, select, shlex, shutil, signal, socket, struct, subprocess, sys
-import threading, time, types, urllib.parse
+import bisect, collections, contextlib, errno, functools, glob, http.client, http.server, io, ipaddress
+import itertools, json, logging, os, re, resource, select, shlex, shutil, signal, socket, struct, subprocess
+import sys, tempfile, threading, time, types, urllib.parse
 from typing import NamedTuple
 
 VERSION = "0.1.0"
@@ -1768,14 +1768,15 @@ _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-
              rb"|transfer-encoding|upgrade|expect|x-forwarded-(?:for|host|proto)")
 NOTED = re.compile(rb"\n(" + _STRIPPED + rb"|content-length|host|origin|sec-fetch-site):([^\r]*)")
 STRIP = re.compile(rb"(?im)^(?:" + _STRIPPED + rb"):[^\n]*\n")
-UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+UPGRADE, CLOSE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n", b"Connection: close\r\n"
+CHUNKS = b"Transfer-Encoding: chunked\r\n"
 PASSED = frozenset((b"content-length", b"host", b"origin", b"sec-fetch-site"))
 ONCE = PASSED | {b"transfer-encoding"}                        # in one head
 FRAMES = (b"content-length", b"transfer-encoding", b"host")   # no trailer and no Connection token names these
 NAMELESS = frozenset((b"", b"close", b"keep-alive", b"upgrade", b"te", *FRAMES))   # tokens that strip nothing
 
 class Body:
-    """A body of known length, or (inf) up to its connection's end. feed(data) says how many bytes of data belong
+    """A body of known length, or (inf) up to its connection's end. feed() says how many bytes of data belong
     to it, and are sound; payload, a list, gets them without any framing."""
     def __init__(self, length):
         self.left, self.done = length, length == 0
@@ -1788,7 +1789,7 @@ class Body:
             payload.append(data[:taken])
         return taken
 
-NOTHING, UNTIL_END = Body(0), float("inf")      # the body of a head that names none; the length of an answer's
+NOTHING, UNTIL_END = Body(0), Body(float("inf"))     # of heads that name none; feeding does not change these
 
 @functools.lru_cache(1024)
 def chunk_size(line):
@@ -1837,10 +1838,11 @@ class Chunked:
         return at - added if self._inside else at + 2 - added
 
 class Head:
-    """What a request's and an answer's head have in common: fields that go on, and the framing."""
+    """What a request's and an answer's head have in common: fields that go on, and the body, otherwise where
+    the head names none."""
     named = ()                          # the tokens of Connection
 
-    def __init__(self, minor, fields):
+    def __init__(self, minor, fields, otherwise):
         self.minor, self.fields = minor == b"1", fields
         values = self.values = {}       # lower-cased; of fields that stand there again, joined
         for name, value in NOTED.findall(b"\n" + fields.lower()):
@@ -1856,19 +1858,14 @@ class Head:
             raise BadMessage("too many header fields", 431)
         for token in self.named and set(self.named) - NAMELESS:
             self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
-
-    def framing(self, otherwise):
-        """Body, Chunked, or what stands for a head that says nothing."""
-        length, coding = self.values.get(b"content-length"), self.values.get(b"transfer-encoding")
-        if coding is not None:
-            if length is not None or not self.minor or coding != b"chunked":
-                raise BadMessage("Transfer-Encoding must be chunked, alone, on HTTP/1.1")
-            return Chunked()
-        if length is None:
-            return otherwise
-        if not (length.isdigit() and len(length) <= 18):
-            raise BadMessage("Content-Length must be 1 to 18 digits")
-        return Body(int(length))
+        length, coding = values.get(b"content-length"), values.get(b"transfer-encoding")
+        if coding is not None and (length is not None or not self.minor or coding != b"chunked"):
+            raise BadMessage("Transfer-Encoding must be chunked, alone, on HTTP/1.1")
+        self.body = Chunked() if coding else otherwise
+        if length is not None:
+            if not (length.isdigit() and len(length) <= 18):
+                raise BadMessage("Content-Length must be 1 to 18 digits")
+            self.body = Body(int(length))
 
 @functools.lru_cache(1024)
 def host_of(value):
@@ -1885,17 +1882,19 @@ class Request(Head):
         if not found:
             raise BadMessage("this is no clean HTTP/1.1 request head")
         method, target, minor, fields = found.groups()
-        super().__init__(minor, fields)
+        super().__init__(minor, fields, NOTHING)
         self.method, self.target, values = METHODS.get(method), target.decode(), self.values
         if not self.method:
             status = 405 if method in (b"CONNECT", b"TRACE") else 501
             raise BadMessage("this method is not served here", status)
         self.host = host_of(values.get(b"host"))
-        if not target.startswith(b"/"):
-            self.target = self._origin_form(self.target)
+        if not target.startswith(b"/") and (method, target) != (b"OPTIONS", b"*"):
+            url = re.fullmatch(r"(?i:http)://([^/?]+)(/.*|)", self.target)
+            if not url or url[1].lower() != self.host:
+                raise BadMessage("the target must be a path, or an http URL that agrees with Host")
+            self.target = url[2] or "/"
         if len(target) > 8190:
             raise BadMessage("the target is too long", 414)
-        self.body = self.framing(NOTHING)
         self.keep = self.minor and b"close" not in self.named
         self.upgrade = (b"upgrade" in self.named and values.get(b"upgrade") == b"websocket" and self.minor
                         and method == b"GET" and self.body.done)
@@ -1903,19 +1902,11 @@ class Request(Head):
         if self.expects and values[b"expect"] != b"100-continue":
             raise BadMessage("Expect can only be 100-continue", 417)
 
-    def _origin_form(self, target):
-        if target == "*" and self.method == "OPTIONS":
-            return target
-        found = re.fullmatch(r"(?i:http)://([^/?]+)(/.*|)", target)
-        if not found or found[1].lower() != self.host:
-            raise BadMessage("the target must be a path, or an http URL that agrees with Host")
-        return found[2] or "/"
-
     def upstream_head(self, forwarded, close):
         """The head as it goes to the engine. forwarded: the client's X-Forwarded-For and -Proto lines."""
-        connection, framing = UPGRADE if self.upgrade else b"Connection: close\r\n" if close else b"", b""
+        connection, framing = UPGRADE if self.upgrade else CLOSE if close else b"", b""
         if isinstance(self.body, Chunked):
-            framing = b"Transfer-Encoding: chunked\r\n"
+            framing = CHUNKS
         elif self.body is NOTHING and self.method not in ("GET", "HEAD", "OPTIONS"):
             framing = b"Content-Length: 0\r\n"          # the engines wait for seconds without it
         line = f"{self.method} {self.target} HTTP/1.1\r\nX-Forwarded-Host: {self.host}\r\n".encode()
@@ -1929,11 +1920,8 @@ class Answer(Head):
 
     def begin(self):
         for _ in range(INTERIM_MOST):
-            found = ANSWER.fullmatch(self._read_head())
-            if not found:
-                raise BadMessage("the engine's answer has no clean head")
-            minor, line, fields = found.groups()
-            super().__init__(minor, fields)
+            minor, line, fields = self._next_head()
+            super().__init__(minor, fields, UNTIL_END)
             self.line, self.status = b"HTTP/1.1 " + line + b"\r\n", int(line[:3])
             if self.status >= 200 or self.status == 101:
                 break
@@ -1941,25 +1929,24 @@ class Answer(Head):
                 self._interim(self.line + self.fields + b"\r\n")
         else:
             raise BadMessage("the engine never came to its real answer")
-        self.body = self.framing(Body(UNTIL_END))
         if self._method == "HEAD" or self.status in (101, 204, 304):
             self.body = NOTHING
         if self.status in (101, 204):
             self.fields = re.sub(rb"(?im)^content-length:[^\n]*\n", b"", self.fields)
-        self.closes = not self.minor or b"close" in self.named or self.body.left == UNTIL_END
+        self.closes = not self.minor or b"close" in self.named or self.body is UNTIL_END
         return self
 
-    def _read_head(self):
+    def _next_head(self):
         data = self.rest
-        while (end := data.find(b"\r\n\r\n")) < 0:
-            if len(data) > HEAD_BYTES or data and NOT_TEXT.search(data):
-                raise BadMessage("the engine's answer has no clean head")
+        while (end := data.find(b"\r\n\r\n")) < 0 and len(data) <= HEAD_BYTES and not NOT_TEXT.search(data):
             more = self._sock.recv(65536)
             if not more:
                 raise ConnectionResetError("it closed the connection before its answer was there")
             data = data + more if data else more
-        self.rest = data[end + 4:]
-        return data[:end + 4]
+        found, self.rest = ANSWER.fullmatch(data, 0, end + 4), data[end + 4:]
+        if not found:
+            raise BadMessage("the engine's answer has no clean head")
+        return found.groups()
 
 # ----- Relay ------------------------------------------------------------------------------------------------
 # Sockets block, with the kernel's own time limits (settimeout would poll before each call). So a thread that
@@ -1970,6 +1957,7 @@ SO_MEMINFO, TCP_ESTABLISHED = 55, b"\1"         # linux/socket.h (first word: by
 SPOOL_BYTES, COPY_BYTES = 4 * MIB, 4 * MIB      # kept of a body that waits; of an answer that may name a job
 CONNECT_SECONDS, LINGER_SECONDS, REUSE_SECONDS, VANISHED_SECONDS = 5.0, 2.0, 2.0, 60
 SLOW_SECONDS, SLOW_BYTES = 10.0, 640 * 1024     # a body that holds the card brings that much in that time
+LATE = "the render took longer than -render-wait (-job-timeout)"
 
 def bound_socket(sock, receive, send):
     """Blocking, without Nagle, with limits in seconds (0: none) kept by the kernel; notices dead peers."""
@@ -2010,12 +1998,10 @@ class Client:
         self.left = True
         self._action()
 
-    def recv(self):
-        """More of a body. Raises BadMessage(408) when it stalls, Gone when it closed or was reset."""
-        if not ready(self.stall, (self.sock, select.POLLIN)):
-            raise BadMessage(f"nothing came for {self.stall:g}s in the middle of a body (-stall)", 408)
+    def recv(self, size):
+        """Raises Gone when it closed, was reset, or sent nothing for -keepalive (the kernel's limit)."""
         with contextlib.suppress(OSError):
-            if more := self.sock.recv(4 * SMALL):
+            if more := self.sock.recv(size):
                 return more
         raise Gone
 
@@ -2037,23 +2023,44 @@ class Client:
             if len(data) > HEAD_BYTES:
                 raise BadMessage("the head is too large", 431 if b"\r\n" in data[:HEAD_BYTES] else 414)
             if data:                # a TLS hello, or noise, can't become a head any more: no deadline for it
-                line, whole, _ = data.partition(b"\r\n")
-                new = whole and seen < len(line) + 2            # each byte is judged once: a head may drip
-                if NOT_TEXT.search(data, max(0, seen - 1)) or new and not REQUEST.match(line + b"\r\n\r\n"):
+                line, whole, _ = data.partition(b"\r\n")        # each byte is judged once: a head may drip
+                if NOT_TEXT.search(data, max(0, seen - 1)) or (
+                        whole and seen < len(line) + 2 and not REQUEST.match(line + b"\r\n\r\n")):
                     raise BadMessage("this is no clean HTTP/1.1 request head")
                 seen = len(data)
                 started = started or time.monotonic()
                 if not ready(started + HEAD_SECONDS - time.monotonic(), (self.sock, select.POLLIN)):
                     raise BadMessage(f"the head was not complete within {HEAD_SECONDS:g}s", 408)
             try:
-                more = self.sock.recv(SMALL)            # idle: the kernel's limit is -keepalive
-            except OSError:
-                raise Gone from None
-            if not more:
+                self.buf = data = data + self.recv(SMALL)
+            except Gone:
                 raise BadMessage("the head was cut short") if data else Gone
-            self.buf = data = data + more
         self.buf = data[end + 4:]
         return data[:end + 4]
+
+    def body(self, request, engine=None, pressed=False):
+        """The sound bytes of a request's body, as they come, or until engine (a socket) has something to say.
+        pressed: the card is held for it. Raises BadMessage (408: it is slow to come), Gone."""
+        if request.expects and not (request.body.done or self.buf):
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")     # nothing can refuse the body any more
+        request.expects, since, size = False, time.monotonic(), 0
+        limit = min(self.stall, SLOW_SECONDS) if pressed else self.stall
+        sources = [(sock, select.POLLIN) for sock in (self.sock, engine) if sock]
+        while not request.body.done:
+            count = request.body.feed(self.buf)
+            block, self.buf, size = self.buf[:count], self.buf[count:], size + count
+            if pressed and time.monotonic() - since >= SLOW_SECONDS:
+                if size < SLOW_BYTES:
+                    raise BadMessage(f"under {SLOW_BYTES} bytes in {SLOW_SECONDS:g}s, holding the card", 408)
+                since, size = time.monotonic(), 0
+            if block:
+                yield block
+            elif not (events := ready(limit, *sources)) and limit == self.stall:
+                raise BadMessage(f"nothing came for {limit:g}s in the middle of a body (-stall)", 408)
+            elif engine and engine.fileno() in events:
+                return
+            elif events:
+                self.buf += self.recv(4 * SMALL)
 
 class Watcher:
     """One thread that learns of every client that leaves: RST or FIN (a half-close too, as for nginx and Go).
@@ -2076,51 +2083,32 @@ class Watcher:
 class Spool:
     """A body that waits: in memory, beyond SPOOL_BYTES in a temporary file."""
     def __init__(self):
-        self.size, self._parts, self._file = 0, [], None
+        self.size, self._file = 0, io.BytesIO()
 
     def add(self, block):
+        """Raises Refused when the disk is full."""
+        try:
+            if self.size <= SPOOL_BYTES < self.size + len(block):
+                memory, self._file = self._file.getvalue(), tempfile.TemporaryFile()
+                self._file.write(memory)
+            self._file.write(block)
+            self._file.flush()
+        except OSError as error:
+            raise Refused(507, f"the body cannot be kept while it waits: {error.strerror}; free some disk"
+                               " (TMPDIR)", "insufficient_storage") from None
         self.size += len(block)
-        self._parts.append(block)
-        if self.size > SPOOL_BYTES:
-            import tempfile                         # rarely needed, and slow to import
-            try:
-                self._file = self._file or tempfile.TemporaryFile(buffering=0)
-                for part in self._parts:
-                    while part:                     # a disk that fills up takes a piece, then fails
-                        part = part[self._file.write(part):]
-                self._parts = []
-            except OSError as error:
-                raise Refused(507, f"the body cannot be kept while it waits: {error.strerror}; free some disk"
-                                   " (TMPDIR)", "insufficient_storage") from None
 
     def whole(self):
         """All bytes, where they are few; else None."""
-        return b"".join(self._parts) if self.size <= SMALL else None
+        return self._file.getvalue() if self.size <= SMALL else None
 
     def blocks(self):
-        if self._file:
-            self._file.seek(0)
-            yield from iter(functools.partial(self._file.read, LARGE // 4), b"")
-        yield from self._parts
+        self._file.seek(0)
+        return iter(functools.partial(self._file.read, LARGE // 4), b"")
 
     def close(self):
-        if self._file:
+        with contextlib.suppress(OSError):      # of a full disk once more
             self._file.close()
-
-def body_blocks(client, request, wait=lambda: True):
-    """The sound bytes of a request's body, as they come. wait() is called before each recv: False ends it."""
-    if request.expects and not (request.body.done or client.buf):
-        client.send(b"HTTP/1.1 100 Continue\r\n\r\n")     # nothing can refuse the body any more: let it come
-    request.expects = False
-    while not request.body.done:
-        count = request.body.feed(client.buf)
-        block, client.buf = client.buf[:count], client.buf[count:]
-        if block:
-            yield block
-        elif wait():
-            client.buf += client.recv()
-        else:
-            return
 
 class Upstream(http.client.HTTPConnection):
     """A connection to an engine, kept for one client: the Watcher shuts it when that client leaves."""
@@ -2140,38 +2128,39 @@ class Upstream(http.client.HTTPConnection):
                                f"{error.strerror or error}; is it running?", "engine_error") from None
         bound_socket(self.sock, 0, self.stall)
 
-    def fits(self, method):
-        """Whether, kept, it may carry this: the engine may close it, no POST is resent; so only if young."""
-        young = time.monotonic() - self.idle_since < REUSE_SECONDS
-        # Connected both ways, no byte unread? ready() would tell, by a thread switch. Old kernels don't know.
-        with contextlib.suppress(OSError):
+    def fits(self):
+        """Whether, kept, it may carry one more: only if young (the engine may close it, and nothing is sent
+        twice), connected both ways, and without a byte unread. ready() would tell, by a thread switch."""
+        with contextlib.suppress(OSError):              # old kernels don't know
             state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
             queued = self.sock.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 4)
-            return (young or method in READS) and state == TCP_ESTABLISHED and queued == bytes(4)
+            young = time.monotonic() - self.idle_since < REUSE_SECONDS
+            return young and state == TCP_ESTABLISHED and queued == bytes(4)
 
     abort = abort               # wakes whoever waits on it, from any thread
 
 class Exchange:
     """One request's way to its engine and back. on_left: what a client's leaving leads to instead of the end
     (a render goes on anyway, and only its connection tells when it ends)."""
-    status, upstream, _slow_bytes = 0, None, 0
-    expired = False                     # the hold's job_bound is over
-    _sent = False                       # the answer's head is on its way to the client
+    status = 0                          # of the answer whose head is on its way to the client
     _ends_bare = False                  # the client takes the connection's end for the answer's
 
     def __init__(self, client, request, forwarded, hold=None, on_left=None):
         self.client, self.request, self.forwarded, self.hold = client, request, forwarded, hold
         self.on_left, self.copied = on_left, bytearray()    # copied: of an answer that may name a job
-        self.keep = request.keep                    # the client's connection may go on
 
     def run(self, upstream, spool):
         """True if upstream may be used again. Raises Refused; Gone when the client left, or when an answer
         that it has in part broke off: only the connection's end can tell it now."""
         self.upstream = upstream
+        if not upstream.sock:
+            upstream.connect()
         if self.hold:
             self.hold.on_revoke = upstream.abort
         self.client.on_leave(self.on_left or upstream.abort)
         try:
+            if self.hold and self.hold.revoked:
+                raise ConnectionAbortedError        # nobody could abort it until here; _failure() says why
             answer = self._ask(spool)
             return self._upgrade(answer) if answer.status == 101 else self._deliver(answer)
         except (OSError, BadMessage) as error:
@@ -2179,23 +2168,18 @@ class Exchange:
         finally:
             self.client.on_leave()
 
-    def expire(self):
-        self.expired = True
-        if self.upstream:
-            self.upstream.abort()
-
     def _failure(self, error):
         """What an exchange that broke raises, from what is known of why."""
-        title = self.upstream.engine.title
-        if self.expired:
-            failure = Refused(504, "the render took longer than -render-wait (-job-timeout)", "timeout")
-        elif self.hold and self.hold.revoked:
-            failure = Refused(503, f"the hold on the card was taken away: {self.hold.revoked}", "released", 1)
+        title, revoked = self.upstream.engine.title, self.hold and self.hold.revoked
+        if revoked == LATE:
+            failure = Refused(504, LATE, "timeout")
+        elif revoked:
+            failure = Refused(503, f"the hold on the card was taken away: {revoked}", "released", 1)
         elif self.client.left:
             return Gone()
         else:
             failure = Refused(502, f"{title}: {str(error) or type(error).__name__}", "engine_error")
-        if not self._sent:
+        if not self.status:
             return failure
         log.warning("an answer of %s to %s broke off: %s", title, self.request.method, failure)
         if self._ends_bare:
@@ -2206,33 +2190,18 @@ class Exchange:
         """To the engine. Returns its answer, read up to the end of the head."""
         upstream, request = self.upstream, self.request
         whole, interim = spool.whole() if request.body.done else None, request.minor and self._to_client
-        data = request.upstream_head(self.forwarded, upstream.engine.fresh) + (whole or b"")
-        while True:
-            if not (kept := upstream.sock is not None):
-                upstream.connect()
-            if self.expired or self.hold and self.hold.revoked or self.client.left and not self.on_left:
-                raise ConnectionAbortedError        # _failure() says which; nobody could wake it until here
-            try:
-                upstream.sock.sendall(data)
-                if whole is None:
-                    self._upload(spool)
-                return upstream.response_class(upstream.sock, request.method, interim).begin()
-            except OSError:                 # it had closed while idle: a GET may be sent again
-                if not kept or whole is None or request.method not in READS or self.client.left:
-                    raise
-                upstream.close()
+        upstream.sock.sendall(request.upstream_head(self.forwarded, upstream.engine.fresh) + (whole or b""))
+        if whole is None and not self._upload(spool):
+            request.keep, self.client.unread = False, True
+        return upstream.response_class(upstream.sock, request.method, interim).begin()
 
     def _upload(self, spool):
-        """Send the body, watching for an answer that comes before its end."""
-        complete = all(map(self._push, spool.blocks()))
-        self._slow_since, self._slow_bytes = time.monotonic(), 0
+        """Send the body. True if all of it went up before the engine answered."""
+        incoming = self.client.body(self.request, self.upstream.sock, self.hold is not None)
         try:
-            incoming = body_blocks(self.client, self.request, self._wait_for_body)
-            complete = complete and all(map(self._push, incoming)) and self.request.body.done
+            return all(map(self._push, itertools.chain(spool.blocks(), incoming))) and self.request.body.done
         except BadMessage as error:         # the client's fault, not the engine's
-            raise Refused(error.status, str(error), "invalid_request_error") from None
-        if not complete:
-            self.keep, self.client.unread = False, True
+            raise Refused(error.status, str(error), error.kind) from None
 
     def _push(self, block):
         """Send all of it; False as soon as the engine answers, or reads no further."""
@@ -2244,23 +2213,11 @@ class Exchange:
             if events[sock.fileno()] & select.POLLIN:
                 return False
             try:
-                view = view[sock.send(view, socket.MSG_DONTWAIT):]
-            except BlockingIOError:
-                continue
+                with contextlib.suppress(BlockingIOError):
+                    view = view[sock.send(view, socket.MSG_DONTWAIT):]
             except OSError:
                 return False                # its answer may be there to read
-        self._slow_bytes += len(block)
         return True
-
-    def _wait_for_body(self):
-        """Wait for the client's next bytes; False when the engine has something to say first."""
-        seconds = min(self.client.stall, SLOW_SECONDS) if self.hold else self.client.stall
-        events = ready(seconds, (self.client.sock, select.POLLIN), (self.upstream.sock, select.POLLIN))
-        if self.hold and time.monotonic() - self._slow_since >= SLOW_SECONDS:
-            if self._slow_bytes < SLOW_BYTES:
-                raise BadMessage(f"under {SLOW_BYTES} bytes in {SLOW_SECONDS:g}s while it held the card", 408)
-            self._slow_since, self._slow_bytes = time.monotonic(), 0
-        return self.upstream.sock.fileno() not in events        # without any: recv tells that it stalled
 
     def _to_client(self, data):
         """A client that left gets nothing more; whether that ends the exchange depends on on_left."""
@@ -2272,16 +2229,15 @@ class Exchange:
 
     def _deliver(self, answer):
         """To the client. True if the engine's connection ends cleanly with this answer's end."""
-        self.status, body, data = answer.status, answer.body, answer.rest
-        chunked, until_end = isinstance(body, Chunked), body.left == UNTIL_END
-        bare = chunked and not self.request.minor   # HTTP/1.0 knows no chunks
+        request, body, data, recv = self.request, answer.body, answer.rest, self.upstream.sock.recv
+        chunked, until_end = isinstance(body, Chunked), body is UNTIL_END
+        bare = chunked and not request.minor            # HTTP/1.0 knows no chunks
         self._ends_bare = bare or until_end
-        self.keep = self.keep and not self._ends_bare
-        coding = b"Transfer-Encoding: chunked\r\n" if chunked and not bare else b""
-        connection = b"" if self.keep else b"Connection: close\r\n"
+        request.keep = request.keep and not self._ends_bare
         # goes with the first bytes of the body, or before a wait
-        pending = answer.line + answer.fields + coding + connection + b"\r\n"
-        looks = self.on_left and self.status in (200, 202)
+        pending = b"".join((answer.line, answer.fields, CHUNKS if chunked and not bare else b"",
+                            b"" if request.keep else CLOSE, b"\r\n"))
+        looks = self.on_left and answer.status in (200, 202)
         while True:
             payload = [] if bare or looks else None
             count = body.feed(data, payload)
@@ -2291,27 +2247,26 @@ class Exchange:
             if bare:
                 block = b"".join(payload)
             if pending or block:
-                self._sent = True
+                self.status = answer.status
                 self._to_client(pending + block)
                 pending = b""
             if body.done:
                 return not data and not answer.closes
-            if not (data or looks or chunked) and body.left > LARGE:
+            if not (data or looks or chunked or until_end) and body.left > LARGE:
                 view = memoryview(bytearray(LARGE))     # the bulk of a long body: through one buffer
                 while body.left > LARGE and (count := self.upstream.sock.recv_into(view)):
                     self._to_client(view[:body.feed(view[:count])])
-            more = self.upstream.sock.recv(SMALL)
-            if more:
+            if more := recv(SMALL):
                 data += more
-            elif until_end and not (self.expired or self.client.left or self.hold and self.hold.revoked):
+            elif until_end and not (self.client.left or self.hold and self.hold.revoked):
                 return False
-            else:                                   # too early, or brought about from this side
+            else:                                       # too early, or brought about from this side
                 raise BadMessage("its answer was cut short")
 
     def _upgrade(self, answer):
         if not self.request.upgrade or answer.values.get(b"upgrade") != b"websocket":
             raise BadMessage("the engine switched protocols unasked")
-        self.status, self.keep, self._sent = 101, False, True
+        self.status, self.request.keep = 101, False
         self.client.on_leave()                      # a half-close is carried over
         self.client.send(answer.line + answer.fields + UPGRADE + b"\r\n" + answer.rest)
         tunnel(self.client.sock, self.upstream.sock, self.client.buf)
@@ -2822,7 +2777,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _read(self, request):
         """The bytes of a small body. Raises BadMessage."""
         body = b""
-        for block in body_blocks(self.client, request):
+        for block in self.client.body(request):
             body += block
             if len(body) > SMALL:
                 raise BadMessage("this body is too large", 413)
@@ -2915,7 +2870,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """The body first: no client is seen to leave while its bytes lie unread. A long one may stream."""
         card, spool, joins = self.world.card, Spool(), route.path in engine.jobs
         try:
-            for block in body_blocks(self.client, request):
+            for block in self.client.body(request):
                 spool.add(block)
                 if spool.size >= SPOOL_BYTES and card.free_for(engine):
                     break
@@ -2935,10 +2890,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         card, engine, on_left, timer = self.world.card, hold.engine, None, None
         if engine.kind == IMAGE:            # an asynchronous job is wanted whether or not its client stays
             on_left = (lambda: None) if joins else functools.partial(card.reconsider, hold)
+        def late():
+            with contextlib.suppress(Refused):                  # its end is no better: noted by the engine
+                self._take_away(hold, LATE)
         exchange = Exchange(self.client, request, self.forwarded, hold, on_left)
         try:
             if engine.job_bound:
-                timer = threading.Timer(engine.job_bound, exchange.expire)
+                timer = threading.Timer(engine.job_bound, late)
                 timer.daemon = True
                 with contextlib.suppress(RuntimeError):         # no threads left: unbounded, then
                     timer.start()
@@ -2947,9 +2905,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if timer:
                 timer.cancel()
             try:
-                if exchange.expired:
-                    engine.give_up(None)
-                elif exchange.status:
+                if exchange.status:
                     hold.job = engine.job_of(route.path, exchange.status, exchange.copied)
             finally:
                 if hold.job is None or hold.revoked:
@@ -2960,19 +2916,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _run(self, exchange, engine, spool):
         """Carry out an exchange, over the kept connection where it fits. True if the client's may go on."""
         upstream, self.upstream = self.upstream, None
-        if upstream and (upstream.engine is not engine or not upstream.fits(exchange.request.method)):
+        if upstream and (upstream.engine is not engine or not upstream.fits()):
             upstream.close()
             upstream = None
         upstream = upstream or Upstream(engine, self.client.stall)
         try:
-            if exchange.run(upstream, spool) and not engine.fresh and exchange.keep:
+            if exchange.run(upstream, spool) and not engine.fresh and exchange.request.keep:
                 upstream.idle_since, self.upstream = time.monotonic(), upstream
         finally:
             if self.upstream is not upstream:
                 upstream.close()
             if exchange.status:
                 self.world.eyes.count(self.front.name, self.route_kind, exchange.status)
-        return exchange.keep and not self.world.card.closed
+        return exchange.request.keep and not self.world.card.closed
 
 # ----- Commands ---------------------------------------------------------------------------------------------
 # What a person at a terminal has beside the page: they ask a running stadi, as any client does. `run` lends the
