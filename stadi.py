@@ -1867,14 +1867,7 @@ class Head:
                 raise BadMessage("Content-Length must be 1 to 18 digits")
             self.body = Body(int(length))
 
-@functools.lru_cache(1024)
-def host_of(value):
-    host = (value or b"").decode("latin-1")
-    if not HOST.fullmatch(host):
-        raise BadMessage("Host must stand there once, as a name or address with or without a port")
-    return host
-
-METHODS = {name.encode(): name for name in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH")}
+METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH"))
 class Request(Head):
     """A request's head. Raises BadMessage."""
     def __init__(self, head):
@@ -1883,11 +1876,12 @@ class Request(Head):
             raise BadMessage("this is no clean HTTP/1.1 request head")
         method, target, minor, fields = found.groups()
         super().__init__(minor, fields, NOTHING)
-        self.method, self.target, values = METHODS.get(method), target.decode(), self.values
-        if not self.method:
-            status = 405 if method in (b"CONNECT", b"TRACE") else 501
-            raise BadMessage("this method is not served here", status)
-        self.host = host_of(values.get(b"host"))
+        self.method, self.target, values = method.decode(), target.decode(), self.values
+        if self.method not in METHODS:
+            raise BadMessage("this method is not served", 405 if method in (b"CONNECT", b"TRACE") else 501)
+        self.host = values.get(b"host", b"").decode("latin-1")
+        if not HOST.fullmatch(self.host):
+            raise BadMessage("Host must stand there once, as a name or address with or without a port")
         if not target.startswith(b"/") and (method, target) != (b"OPTIONS", b"*"):
             url = re.fullmatch(r"(?i:http)://([^/?]+)(/.*|)", self.target)
             if not url or url[1].lower() != self.host:
@@ -2016,6 +2010,12 @@ class Client:
             self.leaves()
             raise Gone from None
 
+    def offer(self, data):
+        """Send, for one whose work goes on without it: nothing more once it left."""
+        if not self.left:
+            with contextlib.suppress(Gone):
+                self.send(data)
+
     def read_head(self):
         """The next head's bytes. Raises BadMessage; Gone when the client closed, or stayed idle."""
         data, started, seen = self.buf, 0.0, 0
@@ -2111,22 +2111,21 @@ class Spool:
             self._file.close()
 
 class Upstream(http.client.HTTPConnection):
-    """A connection to an engine, kept for one client: the Watcher shuts it when that client leaves."""
-    response_class = Answer
+    """A connection to an engine, kept for one client: the Watcher shuts it when that client leaves. Made by
+    connecting, or Refused."""
+    response_class, idle_since = Answer, 0.0
 
     def __init__(self, engine, stall):
         super().__init__(*engine.endpoint)
-        self.engine, self.stall, self.idle_since = engine, stall, 0.0
-
-    def connect(self):
+        self.engine = engine
         try:
-            self.sock = socket.create_connection((self.host, self.port), CONNECT_SECONDS)
+            self.sock = socket.create_connection(engine.endpoint, CONNECT_SECONDS)
             if self.sock.getsockname() == self.sock.getpeername():
                 raise OSError("nothing listens there")      # in the ephemeral range a connect can meet itself
         except OSError as error:
-            raise Refused(502, f"{self.engine.title} cannot be reached at {self.engine.endpoint}: "
+            raise Refused(502, f"{engine.title} cannot be reached at {engine.endpoint}: "
                                f"{error.strerror or error}; is it running?", "engine_error") from None
-        bound_socket(self.sock, 0, self.stall)
+        bound_socket(self.sock, 0, stall)
 
     def fits(self):
         """Whether, kept, it may carry one more: only if young (the engine may close it, and nothing is sent
@@ -2148,13 +2147,12 @@ class Exchange:
     def __init__(self, client, request, forwarded, hold=None, on_left=None):
         self.client, self.request, self.forwarded, self.hold = client, request, forwarded, hold
         self.on_left, self.copied = on_left, bytearray()    # copied: of an answer that may name a job
+        self._send = client.offer if on_left else client.send
 
     def run(self, upstream, spool):
         """True if upstream may be used again. Raises Refused; Gone when the client left, or when an answer
         that it has in part broke off: only the connection's end can tell it now."""
         self.upstream = upstream
-        if not upstream.sock:
-            upstream.connect()
         if self.hold:
             self.hold.on_revoke = upstream.abort
         self.client.on_leave(self.on_left or upstream.abort)
@@ -2189,43 +2187,33 @@ class Exchange:
     def _ask(self, spool):
         """To the engine. Returns its answer, read up to the end of the head."""
         upstream, request = self.upstream, self.request
-        whole, interim = spool.whole() if request.body.done else None, request.minor and self._to_client
+        whole, interim = spool.whole() if request.body.done else None, request.minor and self._send
         upstream.sock.sendall(request.upstream_head(self.forwarded, upstream.engine.fresh) + (whole or b""))
-        if whole is None and not self._upload(spool):
-            request.keep, self.client.unread = False, True
+        try:
+            if whole is None and not self._upload(spool):
+                request.keep, self.client.unread = False, True
+        except BadMessage as error:             # the client's fault, not the engine's
+            raise Refused(error.status, str(error), error.kind) from None
         return upstream.response_class(upstream.sock, request.method, interim).begin()
 
     def _upload(self, spool):
-        """Send the body. True if all of it went up before the engine answered."""
-        incoming = self.client.body(self.request, self.upstream.sock, self.hold is not None)
-        try:
-            return all(map(self._push, itertools.chain(spool.blocks(), incoming))) and self.request.body.done
-        except BadMessage as error:         # the client's fault, not the engine's
-            raise Refused(error.status, str(error), error.kind) from None
-
-    def _push(self, block):
-        """Send all of it; False as soon as the engine answers, or reads no further."""
-        view, sock, stall = memoryview(block), self.upstream.sock, self.client.stall
-        while view:
-            events = ready(stall, (sock, select.POLLIN | select.POLLOUT))
-            if not events:
-                raise Refused(504, f"the engine took nothing of the body for {stall:g}s", "timeout")
-            if events[sock.fileno()] & select.POLLIN:
-                return False
-            try:
-                with contextlib.suppress(BlockingIOError):
+        """Send the body; False as soon as the engine answers, or reads no further."""
+        sock, stall = self.upstream.sock, self.client.stall
+        for block in itertools.chain(spool.blocks(), self.client.body(self.request, sock, bool(self.hold))):
+            view = memoryview(block)
+            while view:
+                events = ready(stall, (sock, select.POLLIN | select.POLLOUT))
+                if not events:
+                    raise Refused(504, f"the engine took nothing of the body for {stall:g}s", "timeout")
+                if events[sock.fileno()] & select.POLLIN:
+                    return False
+                try:
                     view = view[sock.send(view, socket.MSG_DONTWAIT):]
-            except OSError:
-                return False                # its answer may be there to read
-        return True
-
-    def _to_client(self, data):
-        """A client that left gets nothing more; whether that ends the exchange depends on on_left."""
-        if not self.on_left:
-            self.client.send(data)
-        elif not self.client.left:
-            with contextlib.suppress(Gone):
-                self.client.send(data)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    return False                # its answer may be there to read
+        return self.request.body.done
 
     def _deliver(self, answer):
         """To the client. True if the engine's connection ends cleanly with this answer's end."""
@@ -2248,14 +2236,14 @@ class Exchange:
                 block = b"".join(payload)
             if pending or block:
                 self.status = answer.status
-                self._to_client(pending + block)
+                self._send(pending + block)
                 pending = b""
             if body.done:
                 return not data and not answer.closes
             if not (data or looks or chunked or until_end) and body.left > LARGE:
                 view = memoryview(bytearray(LARGE))     # the bulk of a long body: through one buffer
                 while body.left > LARGE and (count := self.upstream.sock.recv_into(view)):
-                    self._to_client(view[:body.feed(view[:count])])
+                    self._send(view[:body.feed(view[:count])])
             if more := recv(SMALL):
                 data += more
             elif until_end and not (self.client.left or self.hold and self.hold.revoked):
