@@ -26,9 +26,9 @@ The rooms, in reading order; each uses only those above it:
     Front       servers and the handler: from a route's class to card, relay or answer
     main        settings, signals, wiring
 """
-import bisect, collections, contextlib, errno, functools, glob, http.client, http.server, ipaddress, itertools
-import json, logging, os, re, resource, select, shlex, shutil, signal, socket, struct, subprocess, sys
-import threading, time, types, urllib.parse
+import bisect, collections, contextlib, errno, functools, glob, http.client, http.server, io, ipaddress
+import itertools, json, logging, os, re, resource, select, shlex, shutil, signal, socket, struct, subprocess
+import sys, tempfile, threading, time, types, urllib.parse
 
 VERSION = "0.1.0"
 MIB, GIB, LLM, IMAGE = 1 << 20, 1 << 30, "llm", "image"
@@ -1562,7 +1562,7 @@ def table(engine, rows, strict=False):
 # backtracking (possessive quantifiers); a second finds the few fields that matter; the rest goes on as it is.
 
 HEAD_BYTES, FIELDS_MOST, NAMED_MOST, CHUNK_EXT, TRAILER_BYTES = 64 * 1024, 256, 32, 1024, 8192
-CHUNK_LINE, HEX_DIGITS = 2 + 15 + 1 + CHUNK_EXT + 2, b"0123456789abcdefABCDEF"     # CRLF, digits, ";", ...
+CHUNK_LINE = 2 + 15 + 1 + CHUNK_EXT + 2     # CRLF, digits, ";", extension, CRLF
 HEAD_SECONDS, INTERIM_MOST = 10.0, 64   # from a head's first byte to its last; 1xx before the answer
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
@@ -1570,7 +1570,8 @@ _FIELDS = rb"((?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+\r\n)*+)"
 _TARGET = rb"([A-Za-z0-9\-._~!$&'()*+,;=:@%/?\[\]|{}^]++)"
 REQUEST = re.compile(rb"(" + _TOKEN + rb") " + _TARGET + rb" HTTP/1\.([01])\r\n" + _FIELDS + rb"\r\n")
 ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d(?: [\t\x20-\x7e\x80-\xff]*+)?+)\r\n" + _FIELDS + rb"\r\n")
-CHUNK = re.compile(rb"(\r\n)?+([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+\r\n" % CHUNK_EXT)
+CHUNK = re.compile(rb"(?:\r(?:\n(?:([0-9A-Fa-f]{1,15}+)(?:;[\t\x20-\x7e\x80-\xff]{0,%d}+)?+"
+                   rb"(?:\r(\n)?+)?+)?+)?+)?+" % CHUNK_EXT)     # also each beginning of it, without group 2
 NOT_TEXT = re.compile(rb"[^\t\r\n\x20-\x7e\x80-\xff]|(?<!\r)\n|\r[^\n]|^\r|^[\x80-\xff]")
 HOST = re.compile(r"(?a)(?!.{300})(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-f.]*+:)[\da-f:.]++\])(?::\d{1,5})?")
 
@@ -1578,94 +1579,82 @@ HOST = re.compile(r"(?a)(?!.{300})(?:[\w-]++(?:\.[\w-]++)*+\.?|\[(?=[\da-f.]*+:)
 _STRIPPED = (rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer"
              rb"|transfer-encoding|upgrade|expect|x-forwarded-(?:for|host|proto)")
 NOTED = re.compile(rb"\n(" + _STRIPPED + rb"|content-length|host|origin|sec-fetch-site):([^\r]*)")
-HOST_AS_SENT = re.compile(rb"(?im)^host:[\t ]*([^\r\t ]*)")
 STRIP = re.compile(rb"(?im)^(?:" + _STRIPPED + rb"):[^\n]*\n")
-UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+UPGRADE, CLOSE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n", b"Connection: close\r\n"
+CHUNKS = b"Transfer-Encoding: chunked\r\n"
 PASSED = frozenset((b"content-length", b"host", b"origin", b"sec-fetch-site"))
 ONCE = PASSED | {b"transfer-encoding"}                        # in one head
 FRAMES = (b"content-length", b"transfer-encoding", b"host")   # no trailer and no Connection token names these
 NAMELESS = frozenset((b"", b"close", b"keep-alive", b"upgrade", b"te", *FRAMES))   # tokens that strip nothing
 
-class Sized:
-    """A body of known length. feed(data) says how many bytes of data belong to it, and are sound."""
+class Body:
+    """A body of known length, or (inf) up to its connection's end. feed() says how many bytes of data belong
+    to it, and are sound; payload, a list, gets them without any framing."""
     def __init__(self, length):
         self.left, self.done = length, length == 0
 
-    def feed(self, data):
+    def feed(self, data, payload=None):
         taken = min(self.left, len(data))
         self.left -= taken
         self.done = self.left == 0
+        if payload is not None:
+            payload.append(data[:taken])
         return taken
 
-NOTHING = Sized(0)              # the body of a head that names none
-class UntilEnd:
-    """A body that ends with its connection: every byte belongs to it."""
-    done, feed = False, staticmethod(len)
+NOTHING, UNTIL_END = Body(0), Body(float("inf"))     # of heads that name none; feeding does not change these
 
-NO_CHUNK = "the size of a chunk cannot be read, or the chunk before it does not end where its own says"
 @functools.lru_cache(1024)
-def chunk_size(line, inside):
-    """The size that a chunk's first line gives. inside: the CRLF of the chunk before it stands in front."""
+def chunk_size(line):
+    """The size in a chunk's first line, with the CRLF before it; None while the line is not whole."""
     found = CHUNK.fullmatch(line)
-    if not found or inside != bool(found[1]):
-        raise BadMessage(NO_CHUNK)
-    return int(found[2], 16)
+    if not found:
+        raise BadMessage("the size of a chunk cannot be read, or the chunk before it is longer than it says")
+    return int(found[1], 16) if found[2] else None
+
+def trailers_end(data, at):
+    """Where the trailers end that begin there, behind a CRLF; None while they are not whole."""
+    end = data.find(b"\r\n\r\n", at - 2)
+    fields = data[at:end + 2] if end >= 0 else data[at:]
+    if len(fields) > TRAILER_BYTES or end >= 0 and (not re.fullmatch(_FIELDS, fields) or any(
+            name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower()))):
+        raise BadMessage("the trailers cannot be read")
+    return end + 4 if end >= 0 else None
 
 class Chunked:
     """A chunked body, judged as it passes; its bytes go on as they are. What can't be judged yet (a size line
     cut in two) is not counted: the caller hands it in again with more behind it. Raises BadMessage."""
-    def __init__(self):
-        self.done = self._trailer = self._inside = False    # inside: behind a size line, until the CRLF
-        self._left = 0                                      # of the chunk's data
+    done = _inside = False      # inside: the CRLF behind a chunk's data has not come
+    left = 0                    # of the chunk's data
 
     def feed(self, data, payload=None):
-        """How many bytes are sound; payload, a list, gets what is left without the framing."""
-        if self._trailer:
-            return self._end(data, 0)
-        at, end, left, inside, find = 0, len(data), self._left, self._inside, data.find
+        added = 0 if self._inside else 2
+        if added:
+            data = b"\r\n" + data              # so that one stands before every size line
+        at, left, end, find = 0, self.left, len(data), data.find
         while True:
-            if payload is not None:
-                payload.append(data[at:at + left])
             at += left
+            if payload is not None:
+                payload.append(data[at - left:at])
             if at > end:
-                self._left, self._inside = at - end, True
-                return end
-            line = data[at:find(b"\n", at + 2, at + CHUNK_LINE) + 1]
-            if not line:
-                self._left = 0
-                return self._cut(data, at, inside)
-            left, inside = chunk_size(line, inside), True
-            at += len(line)
+                self.left, self._inside = at - end, True
+                return end - added
+            line = data[at:find(b"\n", at + 2, at + CHUNK_LINE) + 1 or at + CHUNK_LINE]
+            left = chunk_size(line)
             if not left:
-                self._trailer = True
-                return self._end(data, at)
-
-    def _cut(self, data, at, inside):
-        """Behind a chunk, and the next size line is not there as a whole."""
-        if inside and data.startswith(b"\r\n", at):
-            at, inside = at + 2, False
-        self._inside, rest = inside, data[at:at + CHUNK_LINE]
-        if rest and (rest != b"\r" if inside else len(rest) == CHUNK_LINE or rest[0] not in HEX_DIGITS):
-            raise BadMessage(NO_CHUNK)
-        return at
-
-    def _end(self, data, at):
-        if data.startswith(b"\r\n", at):
+                break
+            at += len(line)
+        if left == 0 and (whole := trailers_end(data, at + len(line))):
             self.done = True
-            return at + 2
-        end = data.find(b"\r\n\r\n", at)
-        fields = data[at:] if end < 0 else data[at:end + 2]
-        if len(fields) > TRAILER_BYTES or end >= 0 and (not re.fullmatch(_FIELDS, fields) or any(
-                name in FRAMES for name, _ in NOTED.findall(b"\n" + fields.lower()))):
-            raise BadMessage("the trailers cannot be read")
-        self.done = end >= 0
-        return end + 4 if self.done else at
+            return whole - added
+        self.left, self._inside = 0, line[:2] != b"\r\n"
+        return at - added if self._inside else at + 2 - added
 
 class Head:
-    """What a request's and an answer's head have in common: fields that go on, and the framing."""
+    """What a request's and an answer's head have in common: fields that go on, and the body, otherwise where
+    the head names none."""
     named = ()                          # the tokens of Connection
 
-    def __init__(self, minor, fields):
+    def __init__(self, minor, fields, otherwise):
         self.minor, self.fields = minor == b"1", fields
         values = self.values = {}       # lower-cased; of fields that stand there again, joined
         for name, value in NOTED.findall(b"\n" + fields.lower()):
@@ -1681,28 +1670,16 @@ class Head:
             raise BadMessage("too many header fields", 431)
         for token in self.named and set(self.named) - NAMELESS:
             self.fields = re.sub(rb"(?im)^" + re.escape(token) + rb":[^\n]*\n", b"", self.fields)
+        length, coding = values.get(b"content-length"), values.get(b"transfer-encoding")
+        if coding is not None and (length is not None or not self.minor or coding != b"chunked"):
+            raise BadMessage("Transfer-Encoding must be chunked, alone, on HTTP/1.1")
+        self.body = Chunked() if coding else otherwise
+        if length is not None:
+            if not (length.isdigit() and len(length) <= 18):
+                raise BadMessage("Content-Length must be 1 to 18 digits")
+            self.body = Body(int(length))
 
-    def framing(self, otherwise):
-        """Sized, Chunked, or what stands for a head that says nothing."""
-        length, coding = self.values.get(b"content-length"), self.values.get(b"transfer-encoding")
-        if coding is not None:
-            if length is not None or not self.minor or coding != b"chunked":
-                raise BadMessage("Transfer-Encoding must be chunked, alone, on HTTP/1.1")
-            return Chunked()
-        if length is None:
-            return otherwise
-        if not (length.isdigit() and len(length) <= 18):
-            raise BadMessage("Content-Length must be 1 to 18 digits")
-        return Sized(int(length))
-
-@functools.lru_cache(1024)
-def host_of(value):
-    host = (value or b"").decode("latin-1")
-    if not HOST.fullmatch(host):
-        raise BadMessage("Host must stand there once, as a name or address with or without a port")
-    return host
-
-METHODS = {name.encode(): name for name in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH")}
+METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH"))
 class Request(Head):
     """A request's head. Raises BadMessage."""
     def __init__(self, head):
@@ -1710,17 +1687,20 @@ class Request(Head):
         if not found:
             raise BadMessage("this is no clean HTTP/1.1 request head")
         method, target, minor, fields = found.groups()
-        super().__init__(minor, fields)
-        self.method, self.target, values = METHODS.get(method), target.decode(), self.values
-        if not self.method:
-            status = 405 if method in (b"CONNECT", b"TRACE") else 501
-            raise BadMessage("this method is not served here", status)
-        self.host = host_of(values.get(b"host"))
-        if not target.startswith(b"/"):
-            self.target = self._origin_form(self.target)
+        super().__init__(minor, fields, NOTHING)
+        self.method, self.target, values = method.decode(), target.decode(), self.values
+        if self.method not in METHODS:
+            raise BadMessage("this method is not served", 405 if method in (b"CONNECT", b"TRACE") else 501)
+        self.host = values.get(b"host", b"").decode("latin-1")
+        if not HOST.fullmatch(self.host):
+            raise BadMessage("Host must stand there once, as a name or address with or without a port")
+        if not target.startswith(b"/") and (method, target) != (b"OPTIONS", b"*"):
+            url = re.fullmatch(r"(?i:http)://([^/?]+)(/.*|)", self.target)
+            if not url or url[1].lower() != self.host:
+                raise BadMessage("the target must be a path, or an http URL that agrees with Host")
+            self.target = url[2] or "/"
         if len(target) > 8190:
             raise BadMessage("the target is too long", 414)
-        self.body = self.framing(NOTHING)
         self.keep = self.minor and b"close" not in self.named
         self.upgrade = (b"upgrade" in self.named and values.get(b"upgrade") == b"websocket" and self.minor
                         and method == b"GET" and self.body.done)
@@ -1728,24 +1708,15 @@ class Request(Head):
         if self.expects and values[b"expect"] != b"100-continue":
             raise BadMessage("Expect can only be 100-continue", 417)
 
-    def _origin_form(self, target):
-        if target == "*" and self.method == "OPTIONS":
-            return target
-        found = re.fullmatch(r"(?i:http)://([^/?]+)(/.*|)", target)
-        if not found or found[1].lower() != self.host:
-            raise BadMessage("the target must be a path, or an http URL that agrees with Host")
-        return found[2] or "/"
-
     def upstream_head(self, forwarded, close):
         """The head as it goes to the engine. forwarded: the client's X-Forwarded-For and -Proto lines."""
-        connection, framing = UPGRADE if self.upgrade else b"Connection: close\r\n" if close else b"", b""
+        connection, framing = UPGRADE if self.upgrade else CLOSE if close else b"", b""
         if isinstance(self.body, Chunked):
-            framing = b"Transfer-Encoding: chunked\r\n"
+            framing = CHUNKS
         elif self.body is NOTHING and self.method not in ("GET", "HEAD", "OPTIONS"):
             framing = b"Content-Length: 0\r\n"          # the engines wait for seconds without it
-        host = HOST_AS_SENT.search(self.fields)[1]
-        return b"".join((f"{self.method} {self.target} HTTP/1.1\r\n".encode(), self.fields, forwarded,
-                         b"X-Forwarded-Host: ", host, b"\r\n", connection, framing, b"\r\n"))
+        line = f"{self.method} {self.target} HTTP/1.1\r\nX-Forwarded-Host: {self.host}\r\n".encode()
+        return b"".join((line, self.fields, forwarded, connection, framing, b"\r\n"))
 
 class Answer(Head):
     """An answer's head, read strictly from a connection; Upstream's response_class. Raises BadMessage."""
@@ -1755,11 +1726,8 @@ class Answer(Head):
 
     def begin(self):
         for _ in range(INTERIM_MOST):
-            found = ANSWER.fullmatch(self._read_head())
-            if not found:
-                raise BadMessage("the engine's answer has no clean head")
-            minor, line, fields = found.groups()
-            super().__init__(minor, fields)
+            minor, line, fields = self._next_head()
+            super().__init__(minor, fields, UNTIL_END)
             self.line, self.status = b"HTTP/1.1 " + line + b"\r\n", int(line[:3])
             if self.status >= 200 or self.status == 101:
                 break
@@ -1767,25 +1735,24 @@ class Answer(Head):
                 self._interim(self.line + self.fields + b"\r\n")
         else:
             raise BadMessage("the engine never came to its real answer")
-        self.body = self.framing(UntilEnd())
         if self._method == "HEAD" or self.status in (101, 204, 304):
             self.body = NOTHING
         if self.status in (101, 204):
             self.fields = re.sub(rb"(?im)^content-length:[^\n]*\n", b"", self.fields)
-        self.closes = not self.minor or b"close" in self.named or isinstance(self.body, UntilEnd)
+        self.closes = not self.minor or b"close" in self.named or self.body is UNTIL_END
         return self
 
-    def _read_head(self):
+    def _next_head(self):
         data = self.rest
-        while (end := data.find(b"\r\n\r\n")) < 0:
-            if len(data) > HEAD_BYTES or data and NOT_TEXT.search(data):
-                raise BadMessage("the engine's answer has no clean head")
+        while (end := data.find(b"\r\n\r\n")) < 0 and len(data) <= HEAD_BYTES and not NOT_TEXT.search(data):
             more = self._sock.recv(65536)
             if not more:
                 raise ConnectionResetError("it closed the connection before its answer was there")
             data = data + more if data else more
-        self.rest = data[end + 4:]
-        return data[:end + 4]
+        found, self.rest = ANSWER.fullmatch(data, 0, end + 4), data[end + 4:]
+        if not found:
+            raise BadMessage("the engine's answer has no clean head")
+        return found.groups()
 
 # ----- Relay ------------------------------------------------------------------------------------------------
 # Sockets block, with the kernel's own time limits (settimeout would poll before each call). So a thread that
@@ -1796,6 +1763,7 @@ SO_MEMINFO, TCP_ESTABLISHED = 55, b"\1"         # linux/socket.h (first word: by
 SPOOL_BYTES, COPY_BYTES = 4 * MIB, 4 * MIB      # kept of a body that waits; of an answer that may name a job
 CONNECT_SECONDS, LINGER_SECONDS, REUSE_SECONDS, VANISHED_SECONDS = 5.0, 2.0, 2.0, 60
 SLOW_SECONDS, SLOW_BYTES = 10.0, 640 * 1024     # a body that holds the card brings that much in that time
+LATE = "the render took longer than -render-wait (-job-timeout)"
 
 def bound_socket(sock, receive, send):
     """Blocking, without Nagle, with limits in seconds (0: none) kept by the kernel; notices dead peers."""
@@ -1829,12 +1797,10 @@ class Client:
         self.left = True
         self._action()
 
-    def recv(self):
-        """More of a body. Raises BadMessage(408) when it stalls, Gone when it closed or was reset."""
-        if not ready(self.stall, (self.sock, select.POLLIN)):
-            raise BadMessage(f"nothing came for {self.stall:g}s in the middle of a body (-stall)", 408)
+    def recv(self, size):
+        """Raises Gone when it closed, was reset, or sent nothing for -keepalive (the kernel's limit)."""
         with contextlib.suppress(OSError):
-            if more := self.sock.recv(4 * SMALL):
+            if more := self.sock.recv(size):
                 return more
         raise Gone
 
@@ -1849,6 +1815,12 @@ class Client:
             self.leaves()
             raise Gone from None
 
+    def offer(self, data):
+        """Send, for one whose work goes on without it: nothing more once it left."""
+        if not self.left:
+            with contextlib.suppress(Gone):
+                self.send(data)
+
     def read_head(self):
         """The next head's bytes. Raises BadMessage; Gone when the client closed, or stayed idle."""
         data, started, seen = self.buf, 0.0, 0
@@ -1856,23 +1828,44 @@ class Client:
             if len(data) > HEAD_BYTES:
                 raise BadMessage("the head is too large", 431 if b"\r\n" in data[:HEAD_BYTES] else 414)
             if data:                # a TLS hello, or noise, can't become a head any more: no deadline for it
-                line, whole, _ = data.partition(b"\r\n")
-                new = whole and seen < len(line) + 2            # each byte is judged once: a head may drip
-                if NOT_TEXT.search(data, max(0, seen - 1)) or new and not REQUEST.match(line + b"\r\n\r\n"):
+                line, whole, _ = data.partition(b"\r\n")        # each byte is judged once: a head may drip
+                if NOT_TEXT.search(data, max(0, seen - 1)) or (
+                        whole and seen < len(line) + 2 and not REQUEST.match(line + b"\r\n\r\n")):
                     raise BadMessage("this is no clean HTTP/1.1 request head")
                 seen = len(data)
                 started = started or time.monotonic()
                 if not ready(started + HEAD_SECONDS - time.monotonic(), (self.sock, select.POLLIN)):
                     raise BadMessage(f"the head was not complete within {HEAD_SECONDS:g}s", 408)
             try:
-                more = self.sock.recv(SMALL)            # idle: the kernel's limit is -keepalive
-            except OSError:
-                raise Gone from None
-            if not more:
+                self.buf = data = data + self.recv(SMALL)
+            except Gone:
                 raise BadMessage("the head was cut short") if data else Gone
-            self.buf = data = data + more
         self.buf = data[end + 4:]
         return data[:end + 4]
+
+    def body(self, request, engine=None, pressed=False):
+        """The sound bytes of a request's body, as they come, or until engine (a socket) has something to say.
+        pressed: the card is held for it. Raises BadMessage (408: it is slow to come), Gone."""
+        if request.expects and not (request.body.done or self.buf):
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")     # nothing can refuse the body any more
+        request.expects, since, size = False, time.monotonic(), 0
+        limit = min(self.stall, SLOW_SECONDS) if pressed else self.stall
+        sources = [(sock, select.POLLIN) for sock in (self.sock, engine) if sock]
+        while not request.body.done:
+            count = request.body.feed(self.buf)
+            block, self.buf, size = self.buf[:count], self.buf[count:], size + count
+            if pressed and time.monotonic() - since >= SLOW_SECONDS:
+                if size < SLOW_BYTES:
+                    raise BadMessage(f"under {SLOW_BYTES} bytes in {SLOW_SECONDS:g}s, holding the card", 408)
+                since, size = time.monotonic(), 0
+            if block:
+                yield block
+            elif not (events := ready(limit, *sources)) and limit == self.stall:
+                raise BadMessage(f"nothing came for {limit:g}s in the middle of a body (-stall)", 408)
+            elif engine and engine.fileno() in events:
+                return
+            elif events:
+                self.buf += self.recv(4 * SMALL)
 
 class Watcher:
     """One thread that learns of every client that leaves: RST or FIN (a half-close too, as for nginx and Go).
@@ -1895,93 +1888,71 @@ class Watcher:
 class Spool:
     """A body that waits: in memory, beyond SPOOL_BYTES in a temporary file."""
     def __init__(self):
-        self.size, self._parts, self._file = 0, [], None
+        self.size, self._file = 0, io.BytesIO()
 
     def add(self, block):
+        """Raises Refused when the disk is full."""
+        try:
+            if self.size <= SPOOL_BYTES < self.size + len(block):
+                memory, self._file = self._file.getvalue(), tempfile.TemporaryFile()
+                self._file.write(memory)
+            self._file.write(block)
+            self._file.flush()
+        except OSError as error:
+            raise Refused(507, f"the body cannot be kept while it waits: {error.strerror}; free some disk"
+                               " (TMPDIR)", "insufficient_storage") from None
         self.size += len(block)
-        self._parts.append(block)
-        if self.size > SPOOL_BYTES:
-            import tempfile                         # rarely needed, and slow to import
-            try:
-                self._file = self._file or tempfile.TemporaryFile(buffering=0)
-                for part in self._parts:
-                    while part:                     # a disk that fills up takes a piece, then fails
-                        part = part[self._file.write(part):]
-                self._parts = []
-            except OSError as error:
-                raise Refused(507, f"the body cannot be kept while it waits: {error.strerror}; free some disk"
-                                   " (TMPDIR)", "insufficient_storage") from None
 
     def whole(self):
         """All bytes, where they are few; else None."""
-        return b"".join(self._parts) if self.size <= SMALL else None
+        return self._file.getvalue() if self.size <= SMALL else None
 
     def blocks(self):
-        if self._file:
-            self._file.seek(0)
-            yield from iter(functools.partial(self._file.read, LARGE // 4), b"")
-        yield from self._parts
+        self._file.seek(0)
+        return iter(functools.partial(self._file.read, LARGE // 4), b"")
 
     def close(self):
-        if self._file:
+        with contextlib.suppress(OSError):      # of a full disk once more
             self._file.close()
 
-def body_blocks(client, request, wait=lambda: True):
-    """The sound bytes of a request's body, as they come. wait() is called before each recv: False ends it."""
-    if request.expects and not (request.body.done or client.buf):
-        client.send(b"HTTP/1.1 100 Continue\r\n\r\n")     # nothing can refuse the body any more: let it come
-    request.expects = False
-    while not request.body.done:
-        count = request.body.feed(client.buf)
-        block, client.buf = client.buf[:count], client.buf[count:]
-        if block:
-            yield block
-        elif wait():
-            client.buf += client.recv()
-        else:
-            return
-
 class Upstream(http.client.HTTPConnection):
-    """A connection to an engine, kept for one client: the Watcher shuts it when that client leaves."""
-    response_class = Answer
+    """A connection to an engine, kept for one client: the Watcher shuts it when that client leaves. Made by
+    connecting, or Refused."""
+    response_class, idle_since = Answer, 0.0
 
     def __init__(self, engine, stall):
         super().__init__(*engine.endpoint)
-        self.engine, self.stall, self.idle_since = engine, stall, 0.0
-
-    def connect(self):
+        self.engine = engine
         try:
-            self.sock = socket.create_connection((self.host, self.port), CONNECT_SECONDS)
+            self.sock = socket.create_connection(engine.endpoint, CONNECT_SECONDS)
             if self.sock.getsockname() == self.sock.getpeername():
                 raise OSError("nothing listens there")      # in the ephemeral range a connect can meet itself
         except OSError as error:
-            raise Refused(502, f"{self.engine.title} cannot be reached at {self.engine.endpoint}: "
+            raise Refused(502, f"{engine.title} cannot be reached at {engine.endpoint}: "
                                f"{error.strerror or error}; is it running?", "engine_error") from None
-        bound_socket(self.sock, 0, self.stall)
+        bound_socket(self.sock, 0, stall)
 
-    def fits(self, method):
-        """Whether, kept, it may carry this: the engine may close it, no POST is resent; so only if young."""
-        young = time.monotonic() - self.idle_since < REUSE_SECONDS
-        # Connected both ways, no byte unread? ready() would tell, by a thread switch. Old kernels don't know.
-        with contextlib.suppress(OSError):
+    def fits(self):
+        """Whether, kept, it may carry one more: only if young (the engine may close it, and nothing is sent
+        twice), connected both ways, and without a byte unread. ready() would tell, by a thread switch."""
+        with contextlib.suppress(OSError):              # old kernels don't know
             state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
             queued = self.sock.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 4)
-            return (young or method in READS) and state == TCP_ESTABLISHED and queued == bytes(4)
+            young = time.monotonic() - self.idle_since < REUSE_SECONDS
+            return young and state == TCP_ESTABLISHED and queued == bytes(4)
 
     abort = abort               # wakes whoever waits on it, from any thread
 
 class Exchange:
     """One request's way to its engine and back. on_left: what a client's leaving leads to instead of the end
     (a render goes on anyway, and only its connection tells when it ends)."""
-    status, upstream, _slow_bytes = 0, None, 0
-    expired = False                     # the hold's job_bound is over
-    _sent = False                       # the answer's head is on its way to the client
+    status = 0                          # of the answer whose head is on its way to the client
     _ends_bare = False                  # the client takes the connection's end for the answer's
 
     def __init__(self, client, request, forwarded, hold=None, on_left=None):
         self.client, self.request, self.forwarded, self.hold = client, request, forwarded, hold
         self.on_left, self.copied = on_left, bytearray()    # copied: of an answer that may name a job
-        self.keep = request.keep                    # the client's connection may go on
+        self._send = client.offer if on_left else client.send
 
     def run(self, upstream, spool):
         """True if upstream may be used again. Raises Refused; Gone when the client left, or when an answer
@@ -1991,6 +1962,8 @@ class Exchange:
             self.hold.on_revoke = upstream.abort
         self.client.on_leave(self.on_left or upstream.abort)
         try:
+            if self.hold and self.hold.revoked:
+                raise ConnectionAbortedError        # nobody could abort it until here; _failure() says why
             answer = self._ask(spool)
             return self._upgrade(answer) if answer.status == 101 else self._deliver(answer)
         except (OSError, BadMessage) as error:
@@ -1998,23 +1971,18 @@ class Exchange:
         finally:
             self.client.on_leave()
 
-    def expire(self):
-        self.expired = True
-        if self.upstream:
-            self.upstream.abort()
-
     def _failure(self, error):
         """What an exchange that broke raises, from what is known of why."""
-        title = self.upstream.engine.title
-        if self.expired:
-            failure = Refused(504, "the render took longer than -render-wait (-job-timeout)", "timeout")
-        elif self.hold and self.hold.revoked:
-            failure = Refused(503, f"the hold on the card was taken away: {self.hold.revoked}", "released", 1)
+        title, revoked = self.upstream.engine.title, self.hold and self.hold.revoked
+        if revoked == LATE:
+            failure = Refused(504, LATE, "timeout")
+        elif revoked:
+            failure = Refused(503, f"the hold on the card was taken away: {revoked}", "released", 1)
         elif self.client.left:
             return Gone()
         else:
             failure = Refused(502, f"{title}: {str(error) or type(error).__name__}", "engine_error")
-        if not self._sent:
+        if not self.status:
             return failure
         log.warning("an answer of %s to %s broke off: %s", title, self.request.method, failure)
         if self._ends_bare:
@@ -2024,113 +1992,74 @@ class Exchange:
     def _ask(self, spool):
         """To the engine. Returns its answer, read up to the end of the head."""
         upstream, request = self.upstream, self.request
-        whole, interim = spool.whole() if request.body.done else None, request.minor and self._to_client
-        data = request.upstream_head(self.forwarded, upstream.engine.fresh) + (whole or b"")
-        while True:
-            if not (kept := upstream.sock is not None):
-                upstream.connect()
-            if self.expired or self.hold and self.hold.revoked or self.client.left and not self.on_left:
-                raise ConnectionAbortedError        # _failure() says which; nobody could wake it until here
-            try:
-                upstream.sock.sendall(data)
-                if whole is None:
-                    self._upload(spool)
-                return upstream.response_class(upstream.sock, request.method, interim).begin()
-            except OSError:                 # it had closed while idle: a GET may be sent again
-                if not kept or whole is None or request.method not in READS or self.client.left:
-                    raise
-                upstream.close()
+        whole, interim = spool.whole() if request.body.done else None, request.minor and self._send
+        upstream.sock.sendall(request.upstream_head(self.forwarded, upstream.engine.fresh) + (whole or b""))
+        try:
+            if whole is None and not self._upload(spool):
+                request.keep, self.client.unread = False, True
+        except BadMessage as error:             # the client's fault, not the engine's
+            raise Refused(error.status, str(error), error.kind) from None
+        return upstream.response_class(upstream.sock, request.method, interim).begin()
 
     def _upload(self, spool):
-        """Send the body, watching for an answer that comes before its end."""
-        complete = all(map(self._push, spool.blocks()))
-        self._slow_since, self._slow_bytes = time.monotonic(), 0
-        try:
-            incoming = body_blocks(self.client, self.request, self._wait_for_body)
-            complete = complete and all(map(self._push, incoming)) and self.request.body.done
-        except BadMessage as error:         # the client's fault, not the engine's
-            raise Refused(error.status, str(error), "invalid_request_error") from None
-        if not complete:
-            self.keep, self.client.unread = False, True
-
-    def _push(self, block):
-        """Send all of it; False as soon as the engine answers, or reads no further."""
-        view, sock, stall = memoryview(block), self.upstream.sock, self.client.stall
-        while view:
-            events = ready(stall, (sock, select.POLLIN | select.POLLOUT))
-            if not events:
-                raise Refused(504, f"the engine took nothing of the body for {stall:g}s", "timeout")
-            if events[sock.fileno()] & select.POLLIN:
-                return False
-            try:
-                view = view[sock.send(view, socket.MSG_DONTWAIT):]
-            except BlockingIOError:
-                continue
-            except OSError:
-                return False                # its answer may be there to read
-        self._slow_bytes += len(block)
-        return True
-
-    def _wait_for_body(self):
-        """Wait for the client's next bytes; False when the engine has something to say first."""
-        seconds = min(self.client.stall, SLOW_SECONDS) if self.hold else self.client.stall
-        events = ready(seconds, (self.client.sock, select.POLLIN), (self.upstream.sock, select.POLLIN))
-        if self.hold and time.monotonic() - self._slow_since >= SLOW_SECONDS:
-            if self._slow_bytes < SLOW_BYTES:
-                raise BadMessage(f"under {SLOW_BYTES} bytes in {SLOW_SECONDS:g}s while it held the card", 408)
-            self._slow_since, self._slow_bytes = time.monotonic(), 0
-        return self.upstream.sock.fileno() not in events        # without any: recv tells that it stalled
-
-    def _to_client(self, data):
-        """A client that left gets nothing more; whether that ends the exchange depends on on_left."""
-        if not self.on_left:
-            self.client.send(data)
-        elif not self.client.left:
-            with contextlib.suppress(Gone):
-                self.client.send(data)
+        """Send the body; False as soon as the engine answers, or reads no further."""
+        sock, stall = self.upstream.sock, self.client.stall
+        for block in itertools.chain(spool.blocks(), self.client.body(self.request, sock, bool(self.hold))):
+            view = memoryview(block)
+            while view:
+                events = ready(stall, (sock, select.POLLIN | select.POLLOUT))
+                if not events:
+                    raise Refused(504, f"the engine took nothing of the body for {stall:g}s", "timeout")
+                if events[sock.fileno()] & select.POLLIN:
+                    return False
+                try:
+                    view = view[sock.send(view, socket.MSG_DONTWAIT):]
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    return False                # its answer may be there to read
+        return self.request.body.done
 
     def _deliver(self, answer):
         """To the client. True if the engine's connection ends cleanly with this answer's end."""
-        self.status, body, data = answer.status, answer.body, answer.rest
-        chunked, until_end = isinstance(body, Chunked), isinstance(body, UntilEnd)
-        bare = chunked and not self.request.minor   # HTTP/1.0 knows no chunks
+        request, body, data, recv = self.request, answer.body, answer.rest, self.upstream.sock.recv
+        chunked, until_end = isinstance(body, Chunked), body is UNTIL_END
+        bare = chunked and not request.minor            # HTTP/1.0 knows no chunks
         self._ends_bare = bare or until_end
-        self.keep = self.keep and not self._ends_bare
-        coding = b"Transfer-Encoding: chunked\r\n" if chunked and not bare else b""
-        connection = b"" if self.keep else b"Connection: close\r\n"
+        request.keep = request.keep and not self._ends_bare
         # goes with the first bytes of the body, or before a wait
-        pending = answer.line + answer.fields + coding + connection + b"\r\n"
-        looks = self.on_left and self.status in (200, 202)
+        pending = b"".join((answer.line, answer.fields, CHUNKS if chunked and not bare else b"",
+                            b"" if request.keep else CLOSE, b"\r\n"))
+        looks = self.on_left and answer.status in (200, 202)
         while True:
             payload = [] if bare or looks else None
-            count = body.feed(data, payload) if chunked else body.feed(data)
+            count = body.feed(data, payload)
             block, data = data[:count], data[count:]
             if looks and len(self.copied) <= COPY_BYTES:
-                self.copied += b"".join(payload) if chunked else block
+                self.copied += b"".join(payload)
             if bare:
                 block = b"".join(payload)
             if pending or block:
-                self._sent = True
-                self._to_client(pending + block)
+                self.status = answer.status
+                self._send(pending + block)
                 pending = b""
             if body.done:
                 return not data and not answer.closes
-            if not (data or looks) and isinstance(body, Sized) and body.left > LARGE:
+            if not (data or looks or chunked or until_end) and body.left > LARGE:
                 view = memoryview(bytearray(LARGE))     # the bulk of a long body: through one buffer
                 while body.left > LARGE and (count := self.upstream.sock.recv_into(view)):
-                    self._to_client(view[:body.feed(view[:count])])
-            more = self.upstream.sock.recv(SMALL)
-            if more:
+                    self._send(view[:body.feed(view[:count])])
+            if more := recv(SMALL):
                 data += more
-            elif until_end and not (self.expired or self.client.left or self.hold and self.hold.revoked):
+            elif until_end and not (self.client.left or self.hold and self.hold.revoked):
                 return False
-            else:                                   # too early, or brought about from this side
+            else:                                       # too early, or brought about from this side
                 raise BadMessage("its answer was cut short")
 
     def _upgrade(self, answer):
         if not self.request.upgrade or answer.values.get(b"upgrade") != b"websocket":
             raise BadMessage("the engine switched protocols unasked")
-        self.status, self.keep, self._sent = 101, False, True
+        self.status, self.request.keep = 101, False
         self.client.on_leave()                      # a half-close is carried over
         self.client.send(answer.line + answer.fields + UPGRADE + b"\r\n" + answer.rest)
         tunnel(self.client.sock, self.upstream.sock, self.client.buf)
@@ -2568,9 +2497,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         methods = READS if path in looks else ("POST",)
         if request.method not in methods:
             raise BadMessage(f"{path} is asked with {methods[0]}", 405)
-        if not isinstance(request.body, Sized) or request.body.left > SMALL:
+        if not isinstance(request.body, Body) or request.body.left > SMALL:
             raise BadMessage(f"the body here has a Content-Length of at most {SMALL}", 413)
-        body = b"".join(body_blocks(self.client, request))
+        body = b"".join(self.client.body(request))
         answer = looks[path]() if path in looks else deeds[path.rpartition("/")[2]](query, body)
         kind = {"/metrics": "text/plain; version=0.0.4; charset=utf-8",
                 "/stadi": "text/html; charset=utf-8"}.get(path, "application/json")
@@ -2666,7 +2595,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """The body first: no client is seen to leave while its bytes lie unread. A long one may stream."""
         card, spool, joins = self.world.card, Spool(), route.path in engine.jobs
         try:
-            for block in body_blocks(self.client, request):
+            for block in self.client.body(request):
                 spool.add(block)
                 if spool.size >= SPOOL_BYTES and card.free_for(engine):
                     break
@@ -2684,17 +2613,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         card, engine, on_left, ended = self.world.card, hold.engine, None, threading.Event()
         if engine.kind == IMAGE:            # an asynchronous job is wanted whether or not its client stays
             on_left = (lambda: None) if joins else functools.partial(card.reconsider, hold)
+        def late():
+            with contextlib.suppress(Refused):                  # its end is no better: noted by the engine
+                self._take_away(hold, LATE)
         exchange = Exchange(self.client, request, self.forwarded, hold, on_left)
         if engine.job_bound:                # where no threads are left: unbounded, then
-            start(lambda: ended.wait(engine.job_bound) or exchange.expire())
+            start(lambda: ended.wait(engine.job_bound) or late())
         try:
             return self._pass(request, route, engine, hold, spool, exchange)
         finally:
             ended.set()
             try:
-                if exchange.expired:
-                    engine.give_up(None)
-                elif exchange.status:
+                if exchange.status:
                     hold.job = engine.job_of(route.path, exchange.status, exchange.copied)
             finally:
                 if hold.job is None or hold.revoked:
@@ -2706,19 +2636,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Carry out an exchange, over the kept connection where it fits. True if the client's may go on."""
         exchange, upstream = exchange or Exchange(self.client, request, self.forwarded, hold), self.upstream
         self.upstream = None
-        if not (upstream and upstream.engine is engine and upstream.fits(request.method)):
+        if not (upstream and upstream.engine is engine and upstream.fits()):
             if upstream:
                 upstream.close()
             upstream = Upstream(engine, self.client.stall)
         try:
-            if exchange.run(upstream, spool or Spool()) and not engine.fresh and exchange.keep:
+            if exchange.run(upstream, spool or Spool()) and not engine.fresh and request.keep:
                 upstream.idle_since, self.upstream = time.monotonic(), upstream
         finally:
             if self.upstream is not upstream:
                 upstream.close()
             if exchange.status:
                 self.world.eyes.count(self.front.name, self.route_kind, exchange.status)
-        return exchange.keep and not self.world.card.closed
+        return request.keep and not self.world.card.closed
 
 # ----- Commands ---------------------------------------------------------------------------------------------
 # What a person at a terminal has beside the page: they ask a running stadi, as any client does. `run` lends

@@ -8661,7 +8661,8 @@ def test_wire_nothing_but_x_forwarded_is_added(wire):
                                    b"127.0.0.1:8189", b"10.1.2.3:99"])
 def test_wire_host_goes_through_untouched(wire, value):
     assert wire.ask(wire_get(host=b"Host: " + value))[1].status == 200
-    assert wire.seen[0].get(b"host") == [value] == wire.seen[0].get(b"x-forwarded-host")
+    assert wire.seen[0].get(b"host") == [value]
+    assert wire.seen[0].get(b"x-forwarded-host") == [value.lower()]
 
 
 def test_wire_x_forwarded_is_stadis_own(wire):
@@ -9927,10 +9928,9 @@ def test_wire_trailers_of_8_kb_pass_both_ways(wire):
 
 
 def test_wire_trailers_that_drip_are_judged_once_and_not_at_every_recv():
-    stadi, end, data = stadi_module(), time.monotonic() + DEADLINE, wire_trailers(8_190) + b"\r\n"
+    stadi, end, data = stadi_module(), time.monotonic() + DEADLINE, b"0\r\n" + wire_trailers(8_190) + b"\r\n"
     for number in range(20):
         body = stadi.Chunked()
-        assert body.feed(b"0\r\n") == 3
         for at in range(1, len(data)):
             assert body.feed(data[:at]) == 0 and not body.done
             assert time.monotonic() < end, f"{at} bytes of {number + 1} times 8 KB took {DEADLINE} s"
