@@ -2531,9 +2531,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             with contextlib.suppress(Gone):
                 self.client.send(json.dumps({"end": hold.revoked}).encode() + b"\n")
             over.wait(LEASE_SECONDS)
+        hold.on_revoke = end
         try:
+            if hold.revoked:                # nobody could be told until here
+                raise Refused(503, f"the card was taken away: {hold.revoked}", "released", 1)
             self.client.send(STREAM_HEAD % b"application/x-ndjson")
-            hold.on_revoke = end
             self.client.on_leave(over.set)
             over.wait()
         finally:
