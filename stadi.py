@@ -2088,6 +2088,9 @@ def tunnel(client, engine, first=b""):
 # ----- Eyes -------------------------------------------------------------------------------------------------
 NOT_PRINTED = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+"    # what steers a terminal
 BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)   # of histograms, in seconds
+SPANS = ("gpu_turnstile_unload_seconds",                                        # histograms
+         *(f'gpu_turnstile_lock_wait_seconds{{kind="{kind}"}}' for kind in (LLM, IMAGE)),
+         *(f'stadi_handover_seconds{{phase="{phase}"}}' for phase in ("drain", "evict", "vram", "start")))
 
 class LogFormat(logging.Formatter):
     """One line a record, whatever stands in it: text, or JSON."""
@@ -2107,16 +2110,16 @@ class Eyes:
     def __init__(self):
         self.started, self._lock = time.monotonic(), threading.Lock()
         self._counts = collections.Counter()            # (name and labels, as a pattern, values) -> how often
-        self._spans = collections.defaultdict(lambda: [0] * (len(BOUNDS) + 2))  # (name, labels): see _add()
+        self._spans = {span: [0] * (len(BOUNDS) + 2) for span in SPANS}         # see _add()
         self._owners = collections.deque(maxlen=2000)   # (unix time, who has the card from then on)
         self._levels = collections.deque(maxlen=2000)   # (unix time, bytes of VRAM used): see sample()
         self.readers = set()                            # Events to set when something has changed
 
-    def _add(self, name, labels, seconds):
+    def _add(self, name, seconds):
         """Into a histogram: a count for each of BOUNDS, one of what is beyond, the sum."""
-        span = self._spans[name, labels]
-        span[bisect.bisect_left(BOUNDS, seconds)] += 1
-        span[-1] += seconds
+        if span := self._spans.get(name):
+            span[bisect.bisect_left(BOUNDS, seconds)] += 1
+            span[-1] += seconds
 
     def tell(self, event, **fields):
         """Told by the card, under its lock, at every transition."""
@@ -2124,13 +2127,13 @@ class Eyes:
         if event == "owner" or fields.get("phase") == "drain":
             self._owners.append((time.time(), fields.get("engine", "→") or ""))
         elif event == "grant":
-            self._add("gpu_turnstile_lock_wait_seconds", f'{{kind="{fields["kind"]}"}}', fields["waited"])
+            self._add(f'gpu_turnstile_lock_wait_seconds{{kind="{fields["kind"]}"}}', fields["waited"])
         elif event == "handover":
             level, name = logging.INFO, "hand-over"
             for phase in ("drain", "evict", "vram", "start"):
-                self._add("stadi_handover_seconds", f'{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
+                self._add(f'stadi_handover_seconds{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
             if fields["from"]:
-                self._add("gpu_turnstile_unload_seconds", "", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
+                self._add("gpu_turnstile_unload_seconds", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
             way = fields["from"] or "none", fields["to"] or "none"
             self._counts['stadi_handovers_total{from="%s",to="%s"}', *way] += 1
         for reader in tuple(self.readers):
@@ -2184,7 +2187,7 @@ class Eyes:
         status = self.status()
         waiting = collections.Counter(row["kind"] for row in status["waiting"])
         holder, vram = (status["holder"] or {}).get("engine"), status["vram"]
-        jobs = self._spans.get(("gpu_turnstile_lock_wait_seconds", '{kind="image"}'), ())[:-1]
+        jobs = self._spans['gpu_turnstile_lock_wait_seconds{kind="image"}'][:-1]
         samples = {
             **{f'gpu_turnstile_state{{state="{state}"}}': int(status["state"] == state)
                for state in ("idle", LLM, IMAGE)},
@@ -2195,11 +2198,12 @@ class Eyes:
             "stadi_vram_used_bytes": vram["used"], "stadi_vram_total_bytes": vram["total"],
             "stadi_sd_child_up": int(status["sd_child_up"]),
             **{key[0] % key[1:]: count for key, count in list(self._counts.items())}}
-        for (name, labels), (*counts, total) in list(self._spans.items()):
-            first, counts = f"{labels[:-1]}," if labels else "{", list(itertools.accumulate(counts))
+        for span, (*counts, total) in self._spans.items():
+            name, brace, label = span.partition("{")
+            counts = list(itertools.accumulate(counts))
             for bound, count in zip((*BOUNDS, "+Inf"), counts):
-                samples[f'{name}_bucket{first}le="{bound}"}}'] = count
-            samples[f"{name}_sum{labels}"], samples[f"{name}_count{labels}"] = total, counts[-1]
+                samples[f'{name}_bucket{{le="{bound}"{"," if label else "}"}{label}'] = count
+            samples[f"{name}_sum{brace}{label}"], samples[f"{name}_count{brace}{label}"] = total, counts[-1]
         family = functools.partial(re.sub, r"(_bucket|_sum|_count)?({.*)?$", "")
         types, lines = {"total": "counter", "seconds": "histogram"}, []
         for name, rows in itertools.groupby(sorted(samples, key=family), family):
@@ -2321,9 +2325,8 @@ function ask(path, title, effect) {
   $("yes").onclick = async () => {
     tell({result: "Asking stadi…"});
     const reply = await fetch(`/stadi/${path}`, {method: "POST"}).catch(Response.error);
-    const {freed, loaded, error} = await reply.json().catch(() => ({error: "no answer"}));
-    const came = error ? error.message ?? error : freed ? "it is free" : loaded ? "it is loaded" : "done";
-    tell({result: `${title}: ${came}`});
+    const {error} = await reply.json().catch(() => ({error: "no answer"})), came = error?.message ?? error;
+    tell({result: `${title}: ${came ?? "done"}`});
     if (path === "free" && reply.status === 503) ask("free?force=1", title, `${came} Now? What runs is cut.`);
   };
 }
@@ -2332,7 +2335,7 @@ let stream, heard = Date.now();
 function everySecond() {
   const open = stream?.readyState === EventSource.OPEN, silent = Date.now() - heard;
   if (open && silent > 15000) stream.close();           // stadi speaks every 5 s: this stream is dead
-  if (!stream || stream.readyState === EventSource.CLOSED) stream = new EventSource("/stadi/events");
+  if ((stream?.readyState ?? 2) === EventSource.CLOSED) stream = new EventSource("/stadi/events");
   stream.onmessage = ({data}) => { heard = Date.now(); show(JSON.parse(data)); };
   if (open) for (const node of document.querySelectorAll("[data-at]"))
     node.textContent = span(Math.abs(Date.now() - node.dataset.at) / 1000);
