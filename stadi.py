@@ -1601,7 +1601,7 @@ class Body:
             payload.append(data[:taken])
         return taken
 
-NOTHING, UNTIL_END = Body(0), Body(float("inf"))     # of heads that name none; feeding does not change these
+NOTHING, UNTIL_END = Body(0), Body(float("inf"))    # of heads that name none; shared: no feeding changes them
 
 @functools.lru_cache(1024)
 def chunk_size(line):
@@ -1650,8 +1650,7 @@ class Chunked:
         return at - added if self._inside else at + 2 - added
 
 class Head:
-    """What a request's and an answer's head have in common: fields that go on, and the body, otherwise where
-    the head names none."""
+    """Of a request or an answer: the fields that go on, and the body; otherwise is that of a head without."""
     named = ()                          # the tokens of Connection
 
     def __init__(self, minor, fields, otherwise):
@@ -1799,9 +1798,11 @@ class Client:
 
     def recv(self, size):
         """Raises Gone when it closed, was reset, or sent nothing for -keepalive (the kernel's limit)."""
-        with contextlib.suppress(OSError):
+        try:                                    # suppress() would cost more than the rest
             if more := self.sock.recv(size):
                 return more
+        except OSError:
+            pass
         raise Gone
 
     def send(self, data):
@@ -2022,7 +2023,7 @@ class Exchange:
 
     def _deliver(self, answer):
         """To the client. True if the engine's connection ends cleanly with this answer's end."""
-        request, body, data, recv = self.request, answer.body, answer.rest, self.upstream.sock.recv
+        request, body, data, sock = self.request, answer.body, answer.rest, self.upstream.sock
         chunked, until_end = isinstance(body, Chunked), body is UNTIL_END
         bare = chunked and not request.minor            # HTTP/1.0 knows no chunks
         self._ends_bare = bare or until_end
@@ -2047,9 +2048,9 @@ class Exchange:
                 return not data and not answer.closes
             if not (data or looks or chunked or until_end) and body.left > LARGE:
                 view = memoryview(bytearray(LARGE))     # the bulk of a long body: through one buffer
-                while body.left > LARGE and (count := self.upstream.sock.recv_into(view)):
+                while body.left > LARGE and (count := sock.recv_into(view)):
                     self._send(view[:body.feed(view[:count])])
-            if more := recv(SMALL):
+            if more := sock.recv(SMALL):
                 data += more
             elif until_end and not (self.client.left or self.hold and self.hold.revoked):
                 return False
