@@ -2172,7 +2172,8 @@ class Eyes:
         """The status, with what the page draws besides."""
         status, sd, since = self.status(), self.engines.get("sd"), time.time() - 3600
         if sd:
-            status["sd"]["log_tail"] = sd.child.log_tail()[-12:] if sd.child else []
+            status["sd"]["log_tail"] = [re.sub(r"\x1b\[\w*", "", line) for line in (
+                sd.child.log_tail()[-12:] if sd.child else ())]
         def last_hour(rows):
             rows = list(rows)
             return rows[max(0, bisect.bisect(rows, (since,)) - 1):]    # with what it began with
@@ -2215,7 +2216,7 @@ class Eyes:
 
 # ----- Page -------------------------------------------------------------------------------------------------
 # What GET /stadi shows, with nothing from elsewhere: what /stadi/events says, as text and never as markup.
-EVENT_PAUSE, EVENT_SECONDS, LEASE_SECONDS, SAMPLE_SECONDS = 0.2, 5.0, 15.0, 5.0
+EVENT_PAUSE, EVENT_SECONDS, LEASE_SECONDS, SAMPLE_SECONDS = 0.2, 0.8, 15.0, 5.0
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
 PAGE_HEAD = ("Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; script-src"
              " 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'\r\nCache-Control: no-store\r\n")
@@ -2284,11 +2285,11 @@ const clock = s => s == null ? "" : make("span", {"data-at": Date.now() - s * 10
 function show({holder, handover, sd, vram, engines, waiting, resident, handovers, history, ...rest}) {
   const to = handover ? handover.to : holder?.engine, log = sd?.log_tail?.join(String.fromCharCode(10)) ?? "";
   const verb = handover ? to ? "goes to" : "gets free" : to ? "is with" : "is free", left = rest.idle_left_s;
-  const [, at, all, speed] = rest.sd_child_up && /([0-9]+)[/]([0-9]+) - (.*)$/.exec(log) || [];
+  const [, at, all, speed] = rest.sd_child_up && /[|] ([0-9]+)[/]([0-9]+) - (.*)$/.exec(log) || [];
   const since = handover ? handover.phase_s : holder ? holder.since_s : left == null ? null : -left;
   tell({headline: `The card ${verb} ${to ? named(to) : ""}`, nobody: waiting[0] ? "" : "Nobody waits.", log,
     phase: handover ? `${PHASES[handover.phase]} (${handover.why})` : "", version: rest.version,
-    memory: `${gib(vram.used)} of ${gib(vram.total)} used; ${gib(vram.floor)} (the mark) without a model.`});
+    memory: `${gib(vram.used)} of ${gib(vram.total)} used; ${gib(vram.floor)} (the mark) with nothing loaded.`});
   $("since").replaceChildren(since == null ? "Unused." : since < 0 ? "sd ends in " : "For ", clock(since),
     handover?.usual_s ? `, usually ${span(handover.usual_s)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
   draw("holds", holder, (holder?.holds ?? []).map(({id, engine, kind, what, since_s, job, unwanted}) =>
@@ -2303,7 +2304,7 @@ function show({holder, handover, sd, vram, engines, waiting, resident, handovers
   [$("wrong").hidden, $("load").hidden, $("done").hidden] = [!wrong.some(Boolean), !engines.sd, !all];
   ["used", "floor"].forEach(at => $("bar").style.setProperty(`--${at}`, `${100 * vram[at] / vram.total}%`));
   draw("resident", resident, keys(Object.entries(resident).map(([engine, is]) =>
-    [engine, `${engine}: ${is == null ? "cannot be asked" : is ? "loaded" : "not loaded"}`])));
+    [engine, `${engine}: ${is == null ? "perhaps loaded" : is ? "loaded" : "not loaded"}`])));
   draw("waiting", waiting, rows(waiting.map(({kind, engine, what, waited_s, limit_s}) =>
     [kind, `${what} (${named(engine)})`, clock(waited_s), limit_s == null ? "none" : span(limit_s)])));
   draw("handovers", handovers, rows(handovers.toReversed().map(({at, from, to, why, error, notes, ...ms}) =>
@@ -2335,7 +2336,7 @@ document.onclick = ({target: at}) => at.dataset.do && ask(at.dataset.do, at.text
 let stream, heard = Date.now();
 function everySecond() {
   const open = stream?.readyState === EventSource.OPEN, silent = Date.now() - heard;
-  if (open && silent > 15000) stream.close();           // stadi speaks every 5 s: this stream is dead
+  if (open && silent > 15000) stream.close();           // stadi speaks every second: this one is dead
   if ((stream?.readyState ?? 2) === EventSource.CLOSED) stream = new EventSource("/stadi/events");
   stream.onmessage = ({data}) => { heard = Date.now(); show(JSON.parse(data)); };
   if (open) for (const node of document.querySelectorAll("[data-at]"))
