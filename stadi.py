@@ -2249,7 +2249,7 @@ pre, table { font-size: .85rem } table { border-collapse: collapse; overflow-wra
 </style><header><h1>stadi <small id="version"></small></h1><p id="banner" role="alert"></p></header><main>
 <section id="state"><div aria-live="polite"><h2 id="headline">…</h2><p id="phase"></p></div><p id="since"></p>
   <progress id="done" aria-label="Progress" hidden></progress><ul id="holds"></ul>
-  <button data-do="free" title="What runs may end; then every server gives its memory back.">Free the card</button>
+  <button data-do="free" title="What runs may end, then all is unloaded.">Free the card</button>
   <button data-do="load?engine=sd" id="load" title="Other models are unloaded, sd starts.">Load sd</button>
   <p id="result" role="status"></p></section><section id="wrong" hidden><h2>Something is wrong</h2>
   <ul id="trouble"></ul></section><section class="half"><h2>Memory of the card</h2><div id="bar"></div>
@@ -2283,8 +2283,9 @@ const gib = bytes => bytes == null ? "?" : `${(bytes / 2 ** 30).toFixed(1)} GiB`
 const span = s => s < 60 ? `${Math.floor(s)} s` : `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`;
 const clock = s => s == null ? "" : make("span", {"data-at": Date.now() - s * 1000}, span(Math.abs(s)));
 function show({holder, handover, sd, vram, engines, waiting, resident, handovers, history, ...rest}) {
-  const to = holder ? holder.engine : handover?.to, log = sd?.log_tail?.join(String.fromCharCode(10)) ?? "";
-  const verb = holder ? "is with" : to ? "goes to" : handover ? "gets free" : "is free", left = rest.idle_left_s;
+  const to = holder ? holder.engine : handover?.to, left = rest.idle_left_s, usual = !holder && handover?.usual_s;
+  const verb = holder ? "is with" : to ? "goes to" : handover ? "gets free" : "is free";
+  const log = sd?.log_tail?.join(String.fromCharCode(10)) ?? "";
   const [, at, all, speed] = rest.sd_child_up && /[|] ([0-9]+)[/]([0-9]+) - (.*)$/.exec(log) || [];
   const since = holder ? holder.since_s : handover ? handover.phase_s : left == null ? null : -left;
   tell({headline: `The card ${verb} ${to ? named(to) : ""}`, nobody: waiting[0] ? "" : "Nobody waits.", log,
@@ -2292,9 +2293,9 @@ function show({holder, handover, sd, vram, engines, waiting, resident, handovers
       handover.why})`, version: rest.version,
     memory: `${gib(vram.used)} of ${gib(vram.total)} used; unloaded ${gib(vram.floor)} (the mark)`});
   $("since").replaceChildren(since == null ? "Unused." : since < 0 ? "sd ends in " : "For ", clock(since),
-    !holder && handover?.usual_s ? `, usually ${span(handover.usual_s)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
+    usual ? `, usually ${span(usual)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
   draw("holds", holder, (holder?.holds ?? []).map(({id, engine, kind, what, since_s, job, unwanted}) =>
-    make("li", {}, make("b", {}, what), named(engine) + (job ? `, job ${job}` : "") + (unwanted ? ", unwanted" : ""),
+    make("li", {}, make("b", {}, what), named(engine), job ? `job ${job}` : "", unwanted ? "unwanted" : "",
       clock(since_s), kind === "llm" ? "" : make("button", {"data-do": `release?id=${encodeURIComponent(id)}`,
       title: "The job loses the card to the next in line. Its result may be lost."}, "Release"))));
   const wrong = [vram.error && `Memory: ${vram.error}`, ...rest.given_up.map(id => `Given up: ${id}`),
