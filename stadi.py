@@ -2284,8 +2284,8 @@ const span = s => s < 60 ? `${Math.floor(s)} s` : `${Math.floor(s / 60)} min ${M
 const clock = s => s == null ? "" : make("span", {"data-at": Date.now() - s * 1000}, span(Math.abs(s)));
 function show({holder, handover, sd, vram, engines, waiting, resident, handovers, history, ...rest}) {
   const to = holder ? holder.engine : handover?.to, usual = !holder && handover?.usual_s;
-  const verb = holder ? "is with" : to ? "goes to" : handover ? "gets free" : "is free", left = rest.idle_left_s;
-  const log = sd?.log_tail?.join(String.fromCharCode(10)) ?? "";
+  const verb = holder ? "is with" : to ? "goes to" : handover ? "gets free" : "is free";
+  const log = sd?.log_tail?.join(String.fromCharCode(10)) ?? "", left = rest.idle_left_s;
   const [, at, all, speed] = rest.sd_child_up && /[|] ([0-9]+)[/]([0-9]+) - (.*)$/.exec(log) || [];
   const since = holder ? holder.since_s : handover ? handover.phase_s : left == null ? null : -left;
   tell({headline: `The card ${verb} ${to ? named(to) : ""}`, nobody: waiting[0] ? "" : "Nobody waits.", log,
