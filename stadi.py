@@ -2292,7 +2292,7 @@ function show({holder, handover, sd, vram, engines, waiting, resident, handovers
     phase: !handover ? "" : `${holder ? `Next is ${named(handover.to)}. ` : ""}${PHASES[handover.phase]} (${
       handover.why})`, version: rest.version,
     memory: `${gib(vram.used)} of ${gib(vram.total)} used; unloaded ${gib(vram.floor)} (the mark)`});
-  $("since").replaceChildren(since == null ? "Unused." : since < 0 ? "sd ends in " : "For ", clock(since),
+  $("since").replaceChildren(since == null ? "Unused." : since < 0 ? "Freed in " : "For ", clock(since),
     usual ? `, usually ${span(usual)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
   draw("holds", holder, (holder?.holds ?? []).map(({id, engine, kind, what, since_s, job, unwanted}) =>
     make("li", {}, make("b", {}, what), named(engine), job ? `job ${job}` : "", unwanted ? "unwanted" : "",
