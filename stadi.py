@@ -2720,7 +2720,6 @@ def lend(settings):
         raise Usage(f"run -- COMMAND ...: {' '.join(words[:1])!r} is no program that can be run")
     wanted = {"command": shlex.join(words), "wait": settings.wait}
     lease = opened(settings, "POST", "/stadi/lease", wanted)
-    command = subprocess.Popen(words, pass_fds=[lease.fileno()], env={**os.environ, TOKEN: token})
     def send(number):
         for pid in kin((), token):
             with contextlib.suppress(OSError):
@@ -2743,12 +2742,13 @@ def lend(settings):
                 # stadi has ended: the next one is asked, ahead of all
                 lease = opened(settings, "POST", "/stadi/lease", {**wanted, "wait": 0, "again": True})
             time.sleep(AGAIN_SECONDS)
-    start(keep, lease)
-    if settings.max:
-        start(lambda: (time.sleep(settings.max), end(f"it has had the card for {settings.max:g}s (-max)")))
     signal.signal(signal.SIGINT, lambda *_: None)           # Ctrl-C goes to the command as well: it decides
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: send(number))
+    command = subprocess.Popen(words, pass_fds=[lease.fileno()], env={**os.environ, TOKEN: token})
+    start(keep, lease)
+    if settings.max:
+        start(lambda: (time.sleep(settings.max), end(f"it has had the card for {settings.max:g}s (-max)")))
     code = command.wait()
     with ending:                                # what is being ended is ended before
         return code if code >= 0 else 128 - code
