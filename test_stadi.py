@@ -11951,6 +11951,8 @@ def wait_back(level, before=8000, floor=None, verified=True, bound=30, cut=lambd
 def test_a_card_that_was_free_before_is_not_waited_for():
     assert wait_back(lambda now: 8000, before=50).took == 0
     assert wait_back(lambda now: 8000, before=700, floor=600).took == 0
+    assert wait_back(lambda now: None, before=50).took == 0
+    assert wait_back(lambda now: 60, before=50, floor=8000).floor == 60, "one that was learnt too high comes down"
 
 
 def test_a_card_below_the_free_mark_is_back_at_once():
