@@ -23,7 +23,9 @@ The rooms, in reading order; each uses only those above it:
     Wire        heads and bodies of HTTP/1.1, read strictly
     Relay       one exchange from client to engine and back
     Eyes        status, health, metrics, log
+    Page        what a browser shows of the status
     Front       servers and the handler: from a route's class to card, relay or answer
+    Commands    status, free, load, release and run: they ask a running stadi
     main        settings, signals, wiring
 """
 import bisect, collections, contextlib, errno, functools, glob, http.client, http.server, io, ipaddress
@@ -70,8 +72,7 @@ class Endpoint(collections.namedtuple("Endpoint", "host port")):
 
     @property
     def loopback(self):
-        everywhere = self.host in ("", "localhost")
-        return everywhere or is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback
+        return bool(re.fullmatch(r"|localhost|127\.[\d.]+|::1", self.host))
 
 def is_ip(text):
     with contextlib.suppress(ValueError):
@@ -167,7 +168,7 @@ SWITCHES = {"json": "status: as JSON", "watch": "status: again at every change, 
             "force": "free: at once, ending what runs",
             "check": "look at the world with these settings, say what to do, and exit, writing nothing",
             "version": "print the version and exit", "h": "print this help and exit"}
-COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual ports",
+COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual ports, or ask there",
             "status": "who has the card, who waits, what the last hand-overs took",
             "free": "end what is loaded and give the memory back, before all who wait",
             "load": "make an engine ready: load sd", "release": "take the card from a stuck job: release ID",
@@ -175,14 +176,16 @@ COMMANDS = {"turnstile": "stand in front of Ollama and ComfyUI on their usual po
 TURNSTILE = {"listen": "off", "listen-ollama": ":11434", "listen-comfy": ":8188"}     # that word's defaults
 
 def read_flags(argv):
-    """(command, its words, {flag: text, switch: True}). Flags are Go's: -x v, -x=v, --x v, --x=v; any word is
-    a value. A command's words: what stands behind -- of run; the engine to load, the id to release."""
+    """(command, its words, {flag: text, switch or "turnstile": True}). Flags are Go's: -x v, -x=v, --x v,
+    --x=v; any word is a value. A command's words: behind -- of run; the engine to load; the id to release."""
     command, rest, given, words = "", [], {}, iter(argv)
     for word in words:
         found = re.fullmatch(r"--?([a-z][a-z-]*)(?:=(.*))?", word, re.DOTALL)
         flag, value = found.groups() if found else (None, None)
         flag = "h" if flag == "help" else flag
-        if word in COMMANDS and not command:
+        if word == "turnstile":
+            given[word] = True
+        elif word in COMMANDS and not command:
             command = word
         elif word == "--" and command == "run":
             rest = list(words)
@@ -202,7 +205,7 @@ def read_flags(argv):
 def read_settings(argv, environ):
     """All settings as a namespace: from flags, then environment, then default. Raises Usage."""
     command, rest, given = read_flags(argv)
-    defaults = TURNSTILE if command == "turnstile" else {}
+    defaults = TURNSTILE if "turnstile" in given else {}
     values = types.SimpleNamespace(command=command, rest=rest, **{name: name in given for name in SWITCHES})
     for flag, setting in SETTINGS.items():
         variable = "" if defaults and flag == "listen" else setting.variable
@@ -222,13 +225,11 @@ def runnable(flag, program):
 def complete(values, environ):
     """Fill in what depends on other settings, and refuse combinations that cannot work. Raises Usage."""
     values.llm, values.sd = values.listen and values.llm, values.listen and values.sd
-    values.ollama = values.listen_ollama and values.ollama
-    values.comfy = values.listen_comfy and values.comfy
+    values.ollama, values.comfy = values.listen_ollama and values.ollama, values.listen_comfy and values.comfy
     if not (values.llm or values.sd or values.ollama or values.comfy):
         raise Usage(f"{SETTINGS['listen']}: nothing is on; set -listen, -listen-ollama or -listen-comfy")
     if values.sd and not values.sd_args:
-        raise Usage(f"{SETTINGS['sd-args']}: missing; give sd-server's whole command line, such as"
-                    f" -sd-args '-m /models/sd.safetensors --listen-port {values.sd.port}', or -sd off")
+        raise Usage(f"{SETTINGS['sd-args']}: needs '-m FILE --listen-port {values.sd.port}', or -sd off")
     if values.sd and not (values.sd.loopback or is_ip(values.sd.host)):
         raise Usage(f"{SETTINGS['sd']}: sd-server is started here; write http://127.0.0.1:{values.sd.port}")
     used = {}
@@ -251,7 +252,7 @@ FLOOR_BYTES = 256 * MIB                         # what contexts of a desktop var
 NUDGE_SECONDS, BLIND = 1.5, 5.0                 # no reading for BLIND seconds: the card can't be seen, go on
 
 Reading = collections.namedtuple("Reading", "used total")   # bytes; total: None where the source can't tell
-UNREADABLE = (OSError, ValueError, IndexError, subprocess.SubprocessError)
+UNREADABLE = (OSError, ValueError, IndexError, OverflowError, subprocess.SubprocessError)
 
 class Meter:
     """Reads the VRAM in use. One that hangs (nvidia-smi, a wedged driver) costs a thread, not the caller."""
@@ -282,7 +283,7 @@ class Meter:
             self.last, self.error = reading, ""
         except UNREADABLE as error:
             self.last, before = None, self.error
-            self.error = f"{self.source}: {error or type(error).__name__}"
+            self.error = f"{self.source}: {error}"
             if self.error != before:
                 log.warning("VRAM cannot be read: %s", self.error)
 
@@ -304,10 +305,8 @@ def _printed(command):
     return done.stdout.strip().splitlines()
 
 def _vram_cmd(command):
-    printed = "".join(_printed(command)[:1]).strip()
-    if not re.fullmatch(r"\d+(\.\d+)?", printed, re.ASCII):
-        raise ValueError(f"{printed[:80]!r} is no number of MiB (a pipe needs sh -c '...')")
-    return Reading(int(float(printed) * MIB), None)
+    mebibytes = "".join(_printed(command)[:1])[:80]
+    return Reading(int(float(mebibytes) * MIB), None)
 
 def _amdgpu_users(address):
     """From the kernel's fdinfo: a process may have the device open often, and each client counts once."""
@@ -381,21 +380,15 @@ class Vram:
     def used(self):
         return getattr(self.meter.read(min(BLIND, self.bound)), "used", None)
 
-    def _is_free(self, used):
-        """Whether this is what a free card uses, as far as is known."""
-        return used < self.free_below or self.floor is not None and used <= self.floor + FLOOR_BYTES
-
     def wait_back(self, before, verified, nudge, cut):
         """Wait until what was evicted has left the card; "" or a warning that says how much is still used.
         before: bytes used when it began. nudge() is called again and again; cut(): no need of it any more."""
         self.in_the_way = []
-        if before is not None and self._is_free(before) or self.meter.source == "none":
-            if verified and self.floor is not None:
-                self.floor = min(self.floor, self.used() or self.floor)
-            return ""
+        mark = (before or 0) - STEADY_BYTES if self.floor is None else self.floor + FLOOR_BYTES
+        was_free = before is not None and before < max(mark, self.free_below)
         began = seen = nudged = level_since = self._clock()
         level = lowest = float("inf")
-        while True:
+        while self.meter.source != "none":
             used, now = self.used(), self._clock()
             if now - nudged >= NUDGE_SECONDS:
                 nudged = now
@@ -404,13 +397,12 @@ class Vram:
                 seen, lowest = now, min(lowest, used)
                 if abs(used - level) > STEADY_BYTES:
                     level, level_since = used, now
-                fallen = self.floor is None and before is not None and used < before - STEADY_BYTES
                 steady = now - level_since >= STEADY_SECONDS
-                if used < self.free_below or steady and (self._is_free(used) or fallen):
-                    if verified and (self.floor is None or lowest < self.floor):
-                        self.floor = lowest
-                    return ""
-            elif now - seen >= BLIND:
+                if was_free or used < self.free_below or steady and used < mark:
+                    if verified:
+                        self.floor = min(lowest, self.floor or lowest)
+                    break
+            elif was_free or now - seen >= BLIND:
                 return f"VRAM cannot be read ({self.meter.error}): went on without"
             if cut():
                 return "the wait for the VRAM was cut short: the next job is the same engine's"
@@ -422,6 +414,7 @@ class Vram:
                          *("{mib} MiB by {name} (pid {pid})".format(**row) for row in self.in_the_way)]
                 return f"VRAM did not return within {self.bound:g}s (-vram-wait): {', '.join(words)}; went on"
             self._sleep(self.meter.every)
+        return ""
 
 # ----- Card -------------------------------------------------------------------------------------------------
 # One lock guards every field of the Card. Requests wait on it, each on its own turn, and the mover, on _work.
@@ -2673,9 +2666,8 @@ def view(status):
     vram, moving, holds = status["vram"], status["handover"], (status["holder"] or {}).get("holds", ())
     yield f"stadi {status['version']}, up {status['uptime_s'] / 3600:.1f} h"
     if moving:
-        usual = f", usually {moving['usual_s']:.1f}s" if moving["usual_s"] is not None else ""
         yield (f"card      on its way to {moving['to'] or 'nobody'}: {moving['phase']} for"
-               f" {moving['phase_s']:.1f}s{usual} ({moving['why']})")
+               f" {moving['phase_s']:.1f}s ({moving['why']})")
     for hold in holds:
         yield f"card      {hold['engine']} for {hold['since_s']:.0f}s: {hold['what']} (id {hold['id']})"
     if not (moving or holds):
@@ -2700,8 +2692,7 @@ def show(lines):
     print("\n".join(re.sub(NOT_PRINTED, " ", line) for line in lines), flush=True)
 
 def opened(settings, method, path, body=None):
-    """The answer of a running stadi (-at, or the first front that is on), still open. Raises Usage; Trouble
-    with stadi's own words where it refuses."""
+    """The answer of a running stadi, still open. Raises Usage; Trouble, in its own words if it refuses."""
     at = settings.at or settings.listen or settings.listen_ollama or settings.listen_comfy
     if not at:
         raise Usage(f"{SETTINGS['at']}: no front is on; say where stadi is")
@@ -2714,10 +2705,8 @@ def opened(settings, method, path, body=None):
             return answer
         error = member(parsed(answer.read(SMALL)), "error")
         raise Trouble(str(member(error, "message") or error or f"status {answer.status}"))
-    except ConnectionRefusedError:
-        raise Trouble(f"no stadi answers at http://{at}; is it running? -at names another") from None
     except (OSError, http.client.HTTPException) as error:
-        raise Trouble(f"http://{at}{path}: {error or type(error).__name__}") from None
+        raise Trouble(f"no stadi answers at http://{at}: {error}; is it running? see -at") from None
 
 def ask(settings):
     """The commands status, free, load and release. Raises Trouble, Usage."""
@@ -2728,22 +2717,16 @@ def ask(settings):
             show(view(json.loads(line[6:])))
     pairs = [(key, word) for word in settings.rest] + [("force", 1)] * settings.force
     answer = parsed(opened(settings, method, f"{path}?{urllib.parse.urlencode(pairs)}").read())
-    human = settings.command == "status" and not settings.json
-    show(view(answer) if human else [json.dumps(answer)])
+    show(view(answer) if settings.command == "status" and not settings.json else [json.dumps(answer)])
     return 0
 
 def lend(settings):
-    """The command run. Returns the exit code of what ran, as a shell has it. Raises Trouble, Usage."""
+    """The command run. Returns its exit code, as a shell has it. Raises OSError, Trouble, Usage."""
     words, token, ending = settings.rest, token_for("run", os.getpid()), threading.Lock()
     if not words or not shutil.which(words[0]):
-        raise Usage(f"run: {words[0]!r} is no program that can be run" if words else
-                    "run: which command? stadi.py run -- COMMAND ...")
+        raise Usage(f"run -- COMMAND ...: {' '.join(words[:1])!r} is no program that can be run")
     wanted = {"command": shlex.join(words), "wait": settings.wait}
     lease = opened(settings, "POST", "/stadi/lease", wanted)
-    try:
-        command = subprocess.Popen(words, pass_fds=[lease.fileno()], env={**os.environ, TOKEN: token})
-    except OSError as error:
-        raise Trouble(why_not(error)) from None
     def send(number):
         for pid in kin((), token):
             with contextlib.suppress(OSError):
@@ -2759,19 +2742,20 @@ def lend(settings):
             end_kin((), token)
     def keep(lease):
         while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):
+            with contextlib.suppress(OSError, http.client.HTTPException, Trouble):
                 for line in lease:
                     if why := member(parsed(line), "end"):
                         return end(why)
-            time.sleep(AGAIN_SECONDS)           # stadi has ended: the next one is asked, ahead of all
-            with contextlib.suppress(Trouble):
+                # stadi has ended: the next one is asked, ahead of all
                 lease = opened(settings, "POST", "/stadi/lease", {**wanted, "wait": 0, "again": True})
-    start(keep, lease)
-    if settings.max:
-        start(lambda: (time.sleep(settings.max), end(f"it has had the card for {settings.max:g}s (-max)")))
+            time.sleep(AGAIN_SECONDS)
     signal.signal(signal.SIGINT, lambda *_: None)           # Ctrl-C goes to the command as well: it decides
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: send(number))
+    command = subprocess.Popen(words, pass_fds=[lease.fileno()], env={**os.environ, TOKEN: token})
+    start(keep, lease)
+    if settings.max:
+        start(lambda: (time.sleep(settings.max), end(f"it has had the card for {settings.max:g}s (-max)")))
     code = command.wait()
     with ending:                                # what is being ended is ended before
         return code if code >= 0 else 128 - code
@@ -2885,12 +2869,7 @@ def serve(settings, environ):
         log.info("stadi %s answers on http://%s for %s; VRAM by %s; its page: http://%s/stadi", VERSION, at,
                  server.front.name, world.eyes.vram.meter.source, at)
     log.info("ending: %s", signal.Signals(signals.recv(1)[0]).name)
-    def force():                            # a second signal: no grace for anybody
-        signals.recv(1)
-        if sd and sd.child:
-            sd.child.stop(0, 1.0)
-        os._exit(0)
-    start(force)
+    start(lambda: signals.recv(1) and os._exit(0))      # a second signal: no grace; the guard ends sd-server
     world.card.close(Refused(503, "stadi is ending", "shutting_down", 5), settings.grace)
     if sd and sd.child and not sd.child.stop(1.5, 2.0):
         log.error("sd-server (pid %d) does not end", sd.child.pid)
@@ -2903,7 +2882,7 @@ def main(argv, environ):
         if settings.h or settings.version:
             print(usage() if settings.h else f"stadi {VERSION}", flush=True)
             return 0
-        if settings.command not in ("", "turnstile"):
+        if settings.command:
             return lend(settings) if settings.command == "run" else ask(settings)
         complete(settings, environ)
         if settings.check:
@@ -2917,8 +2896,8 @@ def main(argv, environ):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard > 0 else 65536, hard))
         return serve(settings, environ)
-    except (Usage, Trouble) as error:
-        print(f"stadi: {error}", file=sys.stderr)
+    except (Usage, Trouble, OSError) as error:
+        print(f"stadi: {why_not(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 2 if isinstance(error, Usage) else 1
     except KeyboardInterrupt:
         return 130

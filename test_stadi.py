@@ -11951,6 +11951,8 @@ def wait_back(level, before=8000, floor=None, verified=True, bound=30, cut=lambd
 def test_a_card_that_was_free_before_is_not_waited_for():
     assert wait_back(lambda now: 8000, before=50).took == 0
     assert wait_back(lambda now: 8000, before=700, floor=600).took == 0
+    assert wait_back(lambda now: None, before=50).took == 0
+    assert wait_back(lambda now: 60, before=50, floor=8000).floor == 60, "one that was learnt too high comes down"
 
 
 def test_a_card_below_the_free_mark_is_back_at_once():
@@ -14000,6 +14002,26 @@ def test_steer_commands_ask_the_first_front_that_is_on(world):
     assert finished(command(one, "release", at=False, env=env))[:2] == (0, '{"released": []}\n')
 
 
+@pytest.mark.parametrize("words, wanted", [
+    (["turnstile", "status", "-json"], ("status", [])), (["status", "turnstile"], ("status", [])),
+    (["turnstile", "release", "7"], ("release", ["7"])), (["turnstile", "free"], ("free", [])),
+    (["turnstile", "load", "ollama"], ("load", ["ollama"])), (["turnstile", "run", "--", "x"], ("run", ["x"])),
+    (["turnstile"], ("", []))], ids=str)
+def test_steer_the_word_turnstile_beside_a_command_brings_its_ports(words, wanted):
+    settings = stadi_module().read_settings(words, {"STADI_LISTEN": ":1"})
+    assert (settings.command, settings.rest) == wanted and settings.listen is None
+    assert settings.listen_ollama == ("", 11434) and settings.listen_comfy == ("", 8188)
+
+
+def test_steer_a_turnstile_is_asked_at_ollamas_usual_port_or_where_it_listens(turn):
+    turn.go()
+    env = {"LISTEN_OLLAMA": f":{turn.ollama_port}"}
+    code, out, err = finished(command(turn.stadi, "turnstile", "status", "-json", at=False, env=env))
+    assert (code, err) == (0, "") and set(json.loads(out)["engines"]) == {"ollama", "comfy"}
+    code, out, err = finished(command(turn.stadi, "status", "turnstile", at=False, env={"LISTEN_OLLAMA": ""}))
+    assert code == 0 and "stadi" in out or "http://127.0.0.1:11434" in err, (out, err)
+
+
 def test_steer_commands_say_what_went_wrong_in_one_line(world):
     one = world.stadi("-busy-wait", "200ms")
     code, out, err = finished(command(one, "load", "nix"))
@@ -14029,6 +14051,14 @@ def test_steer_run_borrows_the_card_and_gives_it_back_with_the_commands_exit_cod
     world.at_rest()
     assert finished(command(one, "run", "--", "sh", "-c", "kill -9 $$"))[0] == 128 + 9
     whole_stream(world.chat().answer())
+
+
+def test_steer_run_says_why_a_command_cannot_be_run_and_gives_the_card_back(world, tmp_path):
+    (tmp_path / "odd").write_text("#!/nowhere/interpreter\n")
+    (tmp_path / "odd").chmod(0o755)
+    code, out, err = finished(command(world.stadi(), "run", "--", tmp_path / "odd"))
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "odd" in err and "interpreter" in err, err
+    world.at_rest()
 
 
 def test_steer_run_waits_its_turn_as_an_image_does_and_all_is_evicted(world, tmp_path):
