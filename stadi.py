@@ -833,16 +833,17 @@ class Card:
     def snapshot(self):
         """Everything that the status shows, at one moment."""
         with self._lock:
-            now, moving, left, waiter = self._clock(), self._handover, self._idle_left(), self._next()
-            if not moving and waiter and waiter.engine is not self._owner:      # what is in flight ends first
-                moving = Handover(waiter.engine, waiter.what, waiter, (), waiter.arrived)
+            now, left, first = self._clock(), self._idle_left(), self._next()
+            moving, to = self._handover, self._handover and self._handover.to
+            if not moving and first and first.engine is not self._owner:        # what is in flight ends first
+                moving = Handover(first.engine, first.what, first, (), first.arrived)
             holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
                       "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
                      for hold in self._holds.values()]
             usual = moving and median([row[f"{moving.phase}_ms"] / 1000 for row in self._ledger
                                        if row["to"] == moving.name and not row["error"]])
             return {
-                "state": holds[0]["kind"] if holds else moving.to.kind if moving and moving.to else "idle",
+                "state": holds[0]["kind"] if holds else to.kind if to else "idle",
                 "holder": {**holds[0], "holds": holds} if holds else None,
                 "in_flight": {kind: sum(hold["kind"] == kind for hold in holds) for kind in (LLM, IMAGE)},
                 "waiting": [{"kind": waiter.engine.kind, "engine": waiter.engine.name, "what": waiter.what,
