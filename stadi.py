@@ -537,21 +537,18 @@ class Card:
             self._advance()
             return hold
 
-    def free_for(self, engine):
-        """Whether a request for engine that came now would have the card (almost) at once."""
+    def has(self, engine, at_once=False):
+        """Whether engine has the card now, by its holds or as the last that was made ready. at_once: and a
+        request for it that came now would have it (almost) at once."""
         with self._lock:
-            return self._has(engine) and not self._waiters and (engine.kind == LLM or not self._holds)
-
-    def has(self, engine):
-        """Whether engine has the card now, by its holds or as the last that was made ready."""
-        with self._lock:
-            return self._has(engine)
+            busy = self._waiters or engine.kind == IMAGE and self._holds
+            return self._has(engine) and not (at_once and busy)
 
     def release(self, hold):
         """End a hold; one that is being revoked ends when its work has been ended."""
         with self._lock:
-            if not hold.revoked and self._end(hold):
-                self._advance()
+            if not hold.revoked:
+                self._end(hold)
 
     def revoke(self, hold, why, then=lambda: None):
         """End a hold's work, then() what is left of it; only then the card goes on. False: it was gone."""
@@ -564,8 +561,7 @@ class Card:
             then()
         finally:                        # no fault of theirs may cost the card
             with self._lock:
-                self._end(hold, why)
-                self._advance()
+                self._end(hold)
         return True
 
     def reconsider(self, hold):
@@ -629,9 +625,6 @@ class Card:
 
     def _job_seconds(self, engine):
         return median(self._seconds.get(engine, ()))
-    def _can_share(self, engine, joins):
-        """Whether it gets a hold without a hand-over. A lone image job has the other engines asked first."""
-        return self._has(engine) and (engine.kind == LLM or joins and bool(self._holds))
     def _has(self, engine):
         return self._owner is engine and not self._handover
 
@@ -648,16 +641,14 @@ class Card:
         hold.wake()
         return hold
 
-    def _end(self, hold, revoked=""):
-        """End a hold; False where it has ended already. revoked: why it is taken away."""
-        if not self._holds.pop(hold.id, None):
-            return False
-        engine, now = hold.engine, self._clock()
-        hold.revoked = revoked
-        if engine.kind == IMAGE and hold.began is not None:
-            self._seconds[engine].append(now - hold.began)
-        self._tell("release", hold=hold.id, engine=engine.name, held=now - hold.since, revoked=revoked)
-        return True
+    def _end(self, hold):
+        if self._holds.pop(hold.id, None):              # or it has ended already
+            engine, now = hold.engine, self._clock()
+            if engine.kind == IMAGE and hold.began is not None:
+                self._seconds[engine].append(now - hold.began)
+            self._tell("release", hold=hold.id, engine=engine.name, held=now - hold.since,
+                       revoked=hold.revoked)
+            self._advance()
 
     def _next(self):
         return choose(self._waiters, self._clock(), self._job_seconds) if self._waiters else None
@@ -666,7 +657,8 @@ class Card:
         """Grant what can be granted, wake whom it concerns: after every change. moved: other limits count."""
         if self._handover and not self._handover.cancelled.is_set():
             self._still_wanted(self._handover)
-        while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
+        while (waiter := self._next()) and self._has(waiter.engine) and (
+                waiter.engine.kind == LLM or waiter.joins and self._holds):     # a lone job asks the others
             self._grant(waiter)
         hold, now = next(iter(self._holds.values()), None), self._clock()
         in_way = hold.engine if hold else self._handover and self._handover.asked
@@ -841,7 +833,7 @@ class Card:
         """Everything that the status shows, at one moment."""
         with self._lock:
             now, moving, left, waiter = self._clock(), self._handover, self._idle_left(), self._next()
-            if not moving and waiter and waiter.engine is not self._owner:      # what is in flight ends first
+            if self._holds and waiter and waiter.engine is not self._owner:     # what is in flight ends first
                 moving = Handover(waiter.engine, waiter.what, waiter, (), waiter.arrived)
             holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
                       "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
@@ -2599,7 +2591,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             for block in self.client.body(request):
                 spool.add(block)
-                if spool.size >= SPOOL_BYTES and card.free_for(engine):
+                if spool.size >= SPOOL_BYTES and card.has(engine, at_once=True):
                     break
             if request.body.done and (route.kind == STEER and card.has(engine)      # it steers what runs now
                                       or engine.spares(route.path, request, spool.whole())):

@@ -11281,7 +11281,7 @@ class Machine:
             self.waiting.append(caller)
         self.held.append(caller)
         self.seen_busy()
-        free = engine.kind == "llm" and self.card.free_for(engine)
+        free = engine.kind == "llm" and self.card.has(engine, at_once=True)
         caller.start()
         self.judge()
         if free and not caller.back:
