@@ -903,10 +903,12 @@ def end_orphans(port):
         log.warning("ending sd-server (pids %s), left behind by an earlier stadi", kin(groups, token))
         end_kin(groups, token)
 
+def listening_sockets():
+    """{inode: port} of the TCP sockets that listen on this machine."""
+    rows = re.findall(rb":(\w{4}) \S+ 0A (?:\S+ +){5}(\d+) ", proc("net/tcp") + proc("net/tcp6"))
+    return {inode.decode(): int(port, 16) for port, inode in rows}
 def listeners(port):
-    """Inodes of the TCP sockets that listen on a port; the machine may have thousands of others."""
-    pattern = rb"(?m)^ *\d+: \w+:%04X \S+ 0A (?:\S+ +){5}(\d+) " % port
-    return {inode.decode() for inode in re.findall(pattern, proc("net/tcp") + proc("net/tcp6"))}
+    return {inode for inode, other in listening_sockets().items() if other == port}
 
 def sockets_of(pid):
     """Inodes of a process's sockets; empty when it may not be looked at."""
@@ -926,9 +928,9 @@ class SpawnError(Exception):
 
 def why_not(error):
     """An OSError in words: the file, and the cause, where that of exec's is alike for several."""
-    name = error.filename or ""
-    cause = ("it is a folder" if os.path.isdir(name) else "its interpreter (the first line) is missing"
-             if error.errno == errno.ENOENT and os.path.exists(name) else error.strerror or str(error))
+    name, cause = error.filename, error.strerror or str(error)
+    if error.errno == errno.ENOENT and name and os.path.exists(name):
+        cause = "its interpreter (the first line) is missing"
     return f"{name} cannot be used: {cause}" if name else cause
 
 class Child:
@@ -936,7 +938,7 @@ class Child:
     def __init__(self, argv, port, folder):
         self.port, self.since = port, time.monotonic()
         self.ready, self._process = False, None     # ready: set by Sd.ready(), until stop(): it has answered
-        self.gone = threading.Event()           # its whole group has ended
+        self.gone = threading.Event()           # its whole group has ended; .how tells then how it did
         self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -968,9 +970,10 @@ class Child:
             log.error("helpers of sd-server cannot be killed: pids %s", left)
         with self._guard:
             self._guard.kill()
-        self._process.wait()
+        code = self._process.wait()
+        self.how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         self.gone.set()
-        log.info("sd-server (pid %d) ended: %s", self.pid, self.how_it_ended())
+        log.info("sd-server (pid %d) ended: %s", self.pid, self.how)
 
     def _trim_log(self):
         """Keep the log under LOG_BYTES, with one older generation; the child's own descriptor appends."""
@@ -981,10 +984,6 @@ class Child:
             os.truncate(self.log_file, 0)
             self._log_start = 0
 
-    def how_it_ended(self):
-        code = self._process.returncode
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
     def log_tail(self):
         """The last lines of this life's log, of a progress bar only its last state."""
         with contextlib.suppress(OSError), open(self.log_file, "rb") as file:
@@ -993,17 +992,13 @@ class Child:
             return [row.rpartition("\r")[2] for row in rows if row]
         return []
 
-    def last_words(self):
-        """The lines of its log that say why it ended: those with an error in them, then the last ones."""
-        lines = self.log_tail()
-        errors = [line for line in lines[:-4] if re.search("error|fail", line, re.IGNORECASE)]
-        return "; ".join(errors[:2] + lines[-4:]) or "its log is empty"
-
     def listening(self):
-        """Whether it listens on its port. Raises SpawnError if a stranger does too."""
-        if not (inodes := listeners(self.port)):
-            return False
-        own = set().union(*map(sockets_of, kin({self.pid}, self._token)))
+        """Whether it listens on its port. Raises SpawnError if a stranger does too, or it does elsewhere."""
+        ports = listening_sockets()
+        inodes = {inode for inode, port in ports.items() if port == self.port}
+        own = set().union(*map(sockets_of, kin({self.pid}, self._token) if inodes else [self.pid]))
+        if not inodes and (others := [ports[inode] for inode in own & ports.keys()]):
+            raise SpawnError(f"it listens on {others[0]}; write --listen-port {self.port} into -sd-args")
         if inodes - own and life(self.pid) and not self.gone.is_set():      # not of one that has just died
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
         return bool(inodes & own)
@@ -1042,10 +1037,6 @@ def parsed(content, **hooks):
 def member(value, key):
     """value[key], or None where value is no object that has it."""
     return value.get(key) if isinstance(value, dict) else None
-def job_in(body, key):
-    """The id of a job under this key of an answer, or None."""
-    job = member(parsed(body), key)
-    return job if isinstance(job, str) else None
 
 class Engine:
     """What the Card and the followers ask of an engine. A new one is a class and one line in the wiring."""
@@ -1056,6 +1047,7 @@ class Engine:
     busy_limit = 0              # seconds to wait for work that only it knows of; 0: a waiter's limit ends it
     job_bound = 0               # seconds that one job may take; 0 none
     jobs = ()                   # paths whose work goes on after the answer, beside other such work
+    accepts = 0, ""             # the status of an answer whose job goes on, and where in it the job's id is
     drain_limit = 0             # seconds that it waits for such work of the others; 0: by their busy_limit
     fresh = stoppable = False   # a new connection for each request; work that nobody wants can be ended
 
@@ -1072,7 +1064,6 @@ class Engine:
     busy = _nothing         # (): whether it works on something that stadi holds nothing for
     ready = _nothing        # (cancelled): make it usable; True if it was not. Raises Refused, GivenUp
     spares = _nothing       # (path, request, body): whether this request plainly never uses the GPU
-    job_of = _nothing       # (path, status, body): the id of the job that goes on after this answer, or None
     ended = _nothing        # (job, seconds left): "ended"; "queued" behind others; else it runs, or who knows
     finished = _nothing     # (job): it has ended; called by its follower before the card is let go
     give_up = _nothing      # (job; None: of unknown id): it outlived its bound, or lost its hold by hand
@@ -1112,7 +1103,9 @@ class Engine:
         status, content = self.ask("GET", path, seconds=seconds)
         with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
             if status == 200:
-                return take(parsed(content))
+                found = take(parsed(content))
+                self.note("")
+                return found
         text = dict(advice).get(status, f"GET {path} gave {status} and nothing that can be used")
         raise self.note(text, Misfit)
 
@@ -1122,6 +1115,11 @@ class Engine:
             log.warning("%s: %s", self.title, trouble)
         self.trouble = trouble
         return kind(trouble)
+
+    def job_of(self, status, body):
+        """The id of the job that goes on after this answer, or None."""
+        job = member(parsed(body), self.accepts[1]) if status == self.accepts[0] else None
+        return job if isinstance(job, str) else None
 
     def probe(self):
         """Asked at the start, and by -check. Raises Trouble."""
@@ -1138,9 +1136,7 @@ class Loader(Engine):
 
     def resident(self):
         with contextlib.suppress(Trouble):
-            holding = self.holding()
-            self.note("")
-            return bool(holding)
+            return bool(self.holding())
 
     def evict(self):
         asked, empty, pause, end = set(), 0, self.pause, time.monotonic() + self._bound
@@ -1207,7 +1203,8 @@ class Sd(Engine):
     name, kind, title = "sd", IMAGE, "sd-server"
     probe = Engine._nothing     # a child: nothing is there yet
     fresh = stoppable = True    # it has eight threads, one per connection: none may be kept idle
-    jobs, ENDS = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen"), ("completed", "failed", "cancelled")
+    jobs, accepts = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen"), (202, "id")
+    ENDS = "completed", "failed", "cancelled"
 
     def __init__(self, endpoint, argv, folder, idle_after, load_wait, render_wait):
         super().__init__(endpoint)
@@ -1245,8 +1242,10 @@ class Sd(Engine):
             log.info("sd-server started: pid %d, log %s", child.pid, child.log_file)
             while not child.ready:
                 if child.gone.wait(0.05):
-                    raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
+                    words = "; ".join(child.log_tail()[-8:]) or "its log is empty"
+                    raise SpawnError(f"it ended while loading ({child.how}): {words}")
                 if cancelled.is_set():
+                    self.evict()
                     raise GivenUp
                 if time.monotonic() > child.since + self._load_wait:
                     raise SpawnError(f"no answer in {self._load_wait:g}s (-load-wait); log: {child.log_file}")
@@ -1256,15 +1255,10 @@ class Sd(Engine):
                         child.ready = child.listening()     # once more: who answered was the child
             self.note("")
             return True
-        except (GivenUp, SpawnError) as error:
+        except SpawnError as error:
             self.evict()
-            if isinstance(error, GivenUp):
-                raise
             self.note(str(error))
             raise Refused(502, f"sd-server did not start: {error}", "engine_error") from None
-
-    def job_of(self, path, status, body):
-        return job_in(body, "id") if status == 202 and path in self.jobs else None
 
     def ended(self, job, seconds):
         """Its result is kept: the child's memory ends with the child."""
@@ -1331,18 +1325,17 @@ class Ollama(Loader):
 
     def warm(self, card, hold, model):
         """Load a model as work that nobody waits for: cut as soon as a request for another engine waits."""
+        body = {"model": model, "keep_alive": -1}
         try:
-            body = {"model": model, "keep_alive": -1}
-            status, _ = self.ask("POST", "/api/generate", body, seconds=WARM_SECONDS, hold=hold)
-            log.info("warming %s ended with status %d", model, status)
-        except Trouble as error:
-            log.info("warming %s ended: %s", model, error)
+            with contextlib.suppress(Trouble):          # which has been logged
+                status, _ = self.ask("POST", "/api/generate", body, seconds=WARM_SECONDS, hold=hold)
+                log.info("warming %s ended with status %d", model, status)
         finally:
             card.release(hold)
 
 class Comfy(Engine):
     """ComfyUI: jobs run after their answer, in its queue; if it has VRAM can't be asked, only remembered."""
-    name, kind, title, greeting = "comfy", IMAGE, "ComfyUI", "/system_stats"
+    name, kind, title, greeting, accepts = "comfy", IMAGE, "ComfyUI", "/system_stats", (200, "prompt_id")
     hint = ("; if a node of its workflow asked for this, it waits for itself: point the node, and OLLAMA_HOST"
             " of Ollama itself, at Ollama's own address instead of stadi's")
 
@@ -1350,7 +1343,7 @@ class Comfy(Engine):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
         self._vram, self._before = "used", None         # then asked, before: at so many bytes; then freed
-        self.given_up, self._stuck = [], 0      # jobs that nobody follows; looks in a row that saw none run
+        self.given_up = []      # jobs that nobody follows
 
     def reading(self):
         """Its card's memory: a Reading. What others can have is vram_free - torch_vram_free, device-wide."""
@@ -1359,17 +1352,16 @@ class Comfy(Engine):
         return Reading(total - (free - torch), total)
 
     def _queue(self, seconds=None):
-        """(ids running, ids waiting). Raises Trouble."""
-        def take(answer):
-            return [[str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending")]
-        return self.look("/queue", take, seconds)
+        """The jobs that run or wait. Raises Trouble."""
+        return self.look("/queue", lambda answer: [
+            str(row[1]) for row in answer["queue_running"] + answer["queue_pending"]], seconds)
 
     def busy(self):
         """Whether its queue has work, apart from what was given up; None when it can't be told."""
         with contextlib.suppress(Trouble):
             if not self.given_up:
                 return self.look("/prompt", lambda answer: answer["exec_info"]["queue_remaining"] > 0)
-            ids = sum(self._queue(), [])
+            ids = self._queue()
             self.given_up = [job for job in self.given_up if job in ids]
             return any(job not in self.given_up for job in ids)
 
@@ -1379,8 +1371,6 @@ class Comfy(Engine):
         busy = self.busy()
         if busy is None:                    # it hangs: what follows in this hand-over does not wait so again
             self._patience = HURRY_SECONDS
-        else:
-            self.note("")
         if busy:
             self._vram, self._before = "used", None
         return self._vram != "freed"
@@ -1408,20 +1398,13 @@ class Comfy(Engine):
         self._vram = "freed"
     def ready(self, cancelled):
         self._vram, self._before, self._patience = "used", None, CALL_SECONDS
-    def job_of(self, path, status, body):
-        return job_in(body, "prompt_id") if status == 200 else None
 
     def ended(self, job, seconds):
         """An accepted job is in the queue, then in the history; in neither when deleted, or all died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
-            if job in self.look(path, dict.keys, seconds):
+            if job in self.look(path, dict.keys, seconds) or job not in self._queue(seconds):
                 return "ended"
-            running, waiting = self._queue(seconds)
-            if job not in running + waiting:
-                return "ended"
-            self._stuck = 0 if running else self._stuck + 1
-            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if self._stuck > 10 else "")
 
     def finished(self, job):
         if self.idle_after == 0:
@@ -1430,7 +1413,7 @@ class Comfy(Engine):
 
     def give_up(self, job):
         with contextlib.suppress(Trouble):              # released before its answer: all there is
-            self.given_up += [job] if job else sum(self._queue(), [])
+            self.given_up += [job] if job else self._queue()
         self.finished(job)
 
 class Lease(Engine):
@@ -1465,7 +1448,8 @@ def follow(card, hold):
             if state == "queued":
                 end = time.monotonic() + bound
             if time.monotonic() > end:
-                log.warning("%s: job %s not ended within %gs: let go", engine.title, job, bound)
+                log.warning("%s: job %s not ended within %gs: let go; if none runs there, its worker died:"
+                            " restart it", engine.title, job, bound)
                 return engine.give_up(job)
             pause = min(POLL_LAST, pause * 1.5)
     except Refused as error:
@@ -2619,7 +2603,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             ended.set()
             try:
                 if exchange.status:
-                    hold.job = engine.job_of(route.path, exchange.status, exchange.copied)
+                    hold.job = engine.job_of(exchange.status, exchange.copied)
             finally:
                 if hold.job is None or hold.revoked:
                     card.release(hold)
