@@ -1327,7 +1327,7 @@ class Ollama(Loader):
         """Load a model as work that nobody waits for: cut as soon as a request for another engine waits."""
         body = {"model": model, "keep_alive": -1}
         try:
-            with contextlib.suppress(Trouble):          # which has been logged
+            with contextlib.suppress(Trouble):          # logged already, or cut for the next
                 status, _ = self.ask("POST", "/api/generate", body, seconds=WARM_SECONDS, hold=hold)
                 log.info("warming %s ended with status %d", model, status)
         finally:
