@@ -530,21 +530,18 @@ class Card:
             self._advance()
             return hold
 
-    def free_for(self, engine):
-        """Whether a request for engine that came now would have the card (almost) at once."""
+    def has(self, engine, at_once=False):
+        """Whether engine has the card now, by its holds or as the last that was made ready. at_once: and a
+        request for it that came now would have it (almost) at once."""
         with self._lock:
-            return self._has(engine) and not self._waiters and (engine.kind == LLM or not self._holds)
-
-    def has(self, engine):
-        """Whether engine has the card now, by its holds or as the last that was made ready."""
-        with self._lock:
-            return self._has(engine)
+            busy = self._waiters or engine.kind == IMAGE and self._holds
+            return self._has(engine) and not (at_once and busy)
 
     def release(self, hold):
         """End a hold; one that is being revoked ends when its work has been ended."""
         with self._lock:
-            if not hold.revoked and self._end(hold):
-                self._advance()
+            if not hold.revoked:
+                self._end(hold)
 
     def revoke(self, hold, why, then=lambda: None):
         """End a hold's work, then() what is left of it; only then the card goes on. False: it was gone."""
@@ -557,8 +554,7 @@ class Card:
             then()
         finally:                        # no fault of theirs may cost the card
             with self._lock:
-                self._end(hold, why)
-                self._advance()
+                self._end(hold)
         return True
 
     def reconsider(self, hold):
@@ -622,9 +618,6 @@ class Card:
 
     def _job_seconds(self, engine):
         return median(self._seconds.get(engine, ()))
-    def _can_share(self, engine, joins):
-        """Whether it gets a hold without a hand-over. A lone image job has the other engines asked first."""
-        return self._has(engine) and (engine.kind == LLM or joins and bool(self._holds))
     def _has(self, engine):
         return self._owner is engine and not self._handover
 
@@ -641,16 +634,14 @@ class Card:
         hold.wake()
         return hold
 
-    def _end(self, hold, revoked=""):
-        """End a hold; False where it has ended already. revoked: why it is taken away."""
-        if not self._holds.pop(hold.id, None):
-            return False
-        engine, now = hold.engine, self._clock()
-        hold.revoked = revoked
-        if engine.kind == IMAGE and hold.began is not None:
-            self._seconds[engine].append(now - hold.began)
-        self._tell("release", hold=hold.id, engine=engine.name, held=now - hold.since, revoked=revoked)
-        return True
+    def _end(self, hold):
+        if self._holds.pop(hold.id, None):              # or it has ended already
+            engine, now = hold.engine, self._clock()
+            if engine.kind == IMAGE and hold.began is not None:
+                self._seconds[engine].append(now - hold.began)
+            self._tell("release", hold=hold.id, engine=engine.name, held=now - hold.since,
+                       revoked=hold.revoked)
+            self._advance()
 
     def _next(self):
         return choose(self._waiters, self._clock(), self._job_seconds) if self._waiters else None
@@ -659,7 +650,8 @@ class Card:
         """Grant what can be granted, wake whom it concerns: after every change. moved: other limits count."""
         if self._handover and not self._handover.cancelled.is_set():
             self._still_wanted(self._handover)
-        while (waiter := self._next()) and self._can_share(waiter.engine, waiter.joins):
+        while (waiter := self._next()) and self._has(waiter.engine) and (
+                waiter.engine.kind == LLM or waiter.joins and self._holds):     # a lone job asks the others
             self._grant(waiter)
         hold, now = next(iter(self._holds.values()), None), self._clock()
         in_way = hold.engine if hold else self._handover and self._handover.asked
@@ -833,17 +825,16 @@ class Card:
     def snapshot(self):
         """Everything that the status shows, at one moment."""
         with self._lock:
-            now, left, first = self._clock(), self._idle_left(), self._next()
-            moving, to = self._handover, self._handover and self._handover.to
-            if not moving and first and first.engine is not self._owner:        # what is in flight ends first
-                moving = Handover(first.engine, first.what, first, (), first.arrived)
+            now, moving, left, waiter = self._clock(), self._handover, self._idle_left(), self._next()
+            if self._holds and waiter and waiter.engine is not self._owner:     # what is in flight ends first
+                moving = Handover(waiter.engine, waiter.what, waiter, (), waiter.arrived)
             holds = [{"id": hold.id, "engine": hold.engine.name, "kind": hold.engine.kind, "what": hold.what,
                       "since_s": now - hold.since, "job": hold.job, "unwanted": hold.unwanted}
                      for hold in self._holds.values()]
             usual = moving and median([row[f"{moving.phase}_ms"] / 1000 for row in self._ledger
                                        if row["to"] == moving.name and not row["error"]])
             return {
-                "state": holds[0]["kind"] if holds else to.kind if to else "idle",
+                "state": holds[0]["kind"] if holds else moving.to.kind if moving and moving.to else "idle",
                 "holder": {**holds[0], "holds": holds} if holds else None,
                 "in_flight": {kind: sum(hold["kind"] == kind for hold in holds) for kind in (LLM, IMAGE)},
                 "waiting": [{"kind": waiter.engine.kind, "engine": waiter.engine.name, "what": waiter.what,
@@ -905,10 +896,12 @@ def end_orphans(port):
         log.warning("ending sd-server (pids %s), left behind by an earlier stadi", kin(groups, token))
         end_kin(groups, token)
 
+def listening_sockets():
+    """{inode: port} of the TCP sockets that listen on this machine."""
+    rows = re.findall(rb":(\w{4}) \S+ 0A (?:\S+ +){5}(\d+) ", proc("net/tcp") + proc("net/tcp6"))
+    return {inode.decode(): int(port, 16) for port, inode in rows}
 def listeners(port):
-    """Inodes of the TCP sockets that listen on a port; the machine may have thousands of others."""
-    pattern = rb"(?m)^ *\d+: \w+:%04X \S+ 0A (?:\S+ +){5}(\d+) " % port
-    return {inode.decode() for inode in re.findall(pattern, proc("net/tcp") + proc("net/tcp6"))}
+    return {inode for inode, other in listening_sockets().items() if other == port}
 
 def sockets_of(pid):
     """Inodes of a process's sockets; empty when it may not be looked at."""
@@ -928,9 +921,9 @@ class SpawnError(Exception):
 
 def why_not(error):
     """An OSError in words: the file, and the cause, where that of exec's is alike for several."""
-    name = error.filename or ""
-    cause = ("it is a folder" if os.path.isdir(name) else "its interpreter (the first line) is missing"
-             if error.errno == errno.ENOENT and os.path.exists(name) else error.strerror or str(error))
+    name, cause = error.filename, error.strerror or str(error)
+    if error.errno == errno.ENOENT and name and os.path.exists(name):
+        cause = "its interpreter (the first line) is missing"
     return f"{name} cannot be used: {cause}" if name else cause
 
 class Child:
@@ -938,7 +931,7 @@ class Child:
     def __init__(self, argv, port, folder):
         self.port, self.since = port, time.monotonic()
         self.ready, self._process = False, None     # ready: set by Sd.ready(), until stop(): it has answered
-        self.gone = threading.Event()           # its whole group has ended
+        self.gone = threading.Event()           # its whole group has ended; .how tells then how it did
         self.log_file, self._token = os.path.join(folder, "sd-server.log"), token_for(port, os.getpid())
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -970,9 +963,10 @@ class Child:
             log.error("helpers of sd-server cannot be killed: pids %s", left)
         with self._guard:
             self._guard.kill()
-        self._process.wait()
+        code = self._process.wait()
+        self.how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         self.gone.set()
-        log.info("sd-server (pid %d) ended: %s", self.pid, self.how_it_ended())
+        log.info("sd-server (pid %d) ended: %s", self.pid, self.how)
 
     def _trim_log(self):
         """Keep the log under LOG_BYTES, with one older generation; the child's own descriptor appends."""
@@ -983,10 +977,6 @@ class Child:
             os.truncate(self.log_file, 0)
             self._log_start = 0
 
-    def how_it_ended(self):
-        code = self._process.returncode
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
     def log_tail(self):
         """The last lines of this life's log, of a progress bar only its last state."""
         with contextlib.suppress(OSError), open(self.log_file, "rb") as file:
@@ -995,17 +985,13 @@ class Child:
             return [row.rpartition("\r")[2] for row in rows if row]
         return []
 
-    def last_words(self):
-        """The lines of its log that say why it ended: those with an error in them, then the last ones."""
-        lines = self.log_tail()
-        errors = [line for line in lines[:-4] if re.search("error|fail", line, re.IGNORECASE)]
-        return "; ".join(errors[:2] + lines[-4:]) or "its log is empty"
-
     def listening(self):
-        """Whether it listens on its port. Raises SpawnError if a stranger does too."""
-        if not (inodes := listeners(self.port)):
-            return False
-        own = set().union(*map(sockets_of, kin({self.pid}, self._token)))
+        """Whether it listens on its port. Raises SpawnError if a stranger does too, or it does elsewhere."""
+        ports = listening_sockets()
+        inodes = {inode for inode, port in ports.items() if port == self.port}
+        own = set().union(*map(sockets_of, kin({self.pid}, self._token) if inodes else [self.pid]))
+        if not inodes and (others := [ports[inode] for inode in own & ports.keys()]):
+            raise SpawnError(f"it listens on {others[0]}; write --listen-port {self.port} into -sd-args")
         if inodes - own and life(self.pid) and not self.gone.is_set():      # not of one that has just died
             raise SpawnError(f"port {self.port} is held by {who_listens(inodes - own)} as well")
         return bool(inodes & own)
@@ -1044,10 +1030,6 @@ def parsed(content, **hooks):
 def member(value, key):
     """value[key], or None where value is no object that has it."""
     return value.get(key) if isinstance(value, dict) else None
-def job_in(body, key):
-    """The id of a job under this key of an answer, or None."""
-    job = member(parsed(body), key)
-    return job if isinstance(job, str) else None
 
 class Engine:
     """What the Card and the followers ask of an engine. A new one is a class and one line in the wiring."""
@@ -1058,6 +1040,7 @@ class Engine:
     busy_limit = 0              # seconds to wait for work that only it knows of; 0: a waiter's limit ends it
     job_bound = 0               # seconds that one job may take; 0 none
     jobs = ()                   # paths whose work goes on after the answer, beside other such work
+    accepts = 0, ""             # the status of an answer whose job goes on, and where in it the job's id is
     drain_limit = 0             # seconds that it waits for such work of the others; 0: by their busy_limit
     fresh = stoppable = False   # a new connection for each request; work that nobody wants can be ended
 
@@ -1074,7 +1057,6 @@ class Engine:
     busy = _nothing         # (): whether it works on something that stadi holds nothing for
     ready = _nothing        # (cancelled): make it usable; True if it was not. Raises Refused, GivenUp
     spares = _nothing       # (path, request, body): whether this request plainly never uses the GPU
-    job_of = _nothing       # (path, status, body): the id of the job that goes on after this answer, or None
     ended = _nothing        # (job, seconds left): "ended"; "queued" behind others; else it runs, or who knows
     finished = _nothing     # (job): it has ended; called by its follower before the card is let go
     give_up = _nothing      # (job; None: of unknown id): it outlived its bound, or lost its hold by hand
@@ -1114,7 +1096,9 @@ class Engine:
         status, content = self.ask("GET", path, seconds=seconds)
         with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
             if status == 200:
-                return take(parsed(content))
+                found = take(parsed(content))
+                self.note("")
+                return found
         text = dict(advice).get(status, f"GET {path} gave {status} and nothing that can be used")
         raise self.note(text, Misfit)
 
@@ -1124,6 +1108,11 @@ class Engine:
             log.warning("%s: %s", self.title, trouble)
         self.trouble = trouble
         return kind(trouble)
+
+    def job_of(self, status, body):
+        """The id of the job that goes on after this answer, or None."""
+        job = member(parsed(body), self.accepts[1]) if status == self.accepts[0] else None
+        return job if isinstance(job, str) else None
 
     def probe(self):
         """Asked at the start, and by -check. Raises Trouble."""
@@ -1140,9 +1129,7 @@ class Loader(Engine):
 
     def resident(self):
         with contextlib.suppress(Trouble):
-            holding = self.holding()
-            self.note("")
-            return bool(holding)
+            return bool(self.holding())
 
     def evict(self):
         asked, empty, pause, end = set(), 0, self.pause, time.monotonic() + self._bound
@@ -1209,7 +1196,8 @@ class Sd(Engine):
     name, kind, title = "sd", IMAGE, "sd-server"
     probe = Engine._nothing     # a child: nothing is there yet
     fresh = stoppable = True    # it has eight threads, one per connection: none may be kept idle
-    jobs, ENDS = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen"), ("completed", "failed", "cancelled")
+    jobs, accepts = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen"), (202, "id")
+    ENDS = "completed", "failed", "cancelled"
 
     def __init__(self, endpoint, argv, folder, idle_after, load_wait, render_wait):
         super().__init__(endpoint)
@@ -1247,8 +1235,10 @@ class Sd(Engine):
             log.info("sd-server started: pid %d, log %s", child.pid, child.log_file)
             while not child.ready:
                 if child.gone.wait(0.05):
-                    raise SpawnError(f"it ended while loading ({child.how_it_ended()}): {child.last_words()}")
+                    words = "; ".join(child.log_tail()[-8:]) or "its log is empty"
+                    raise SpawnError(f"it ended while loading ({child.how}): {words}")
                 if cancelled.is_set():
+                    self.evict()
                     raise GivenUp
                 if time.monotonic() > child.since + self._load_wait:
                     raise SpawnError(f"no answer in {self._load_wait:g}s (-load-wait); log: {child.log_file}")
@@ -1258,15 +1248,10 @@ class Sd(Engine):
                         child.ready = child.listening()     # once more: who answered was the child
             self.note("")
             return True
-        except (GivenUp, SpawnError) as error:
+        except SpawnError as error:
             self.evict()
-            if isinstance(error, GivenUp):
-                raise
             self.note(str(error))
             raise Refused(502, f"sd-server did not start: {error}", "engine_error") from None
-
-    def job_of(self, path, status, body):
-        return job_in(body, "id") if status == 202 and path in self.jobs else None
 
     def ended(self, job, seconds):
         """Its result is kept: the child's memory ends with the child."""
@@ -1333,18 +1318,17 @@ class Ollama(Loader):
 
     def warm(self, card, hold, model):
         """Load a model as work that nobody waits for: cut as soon as a request for another engine waits."""
+        body = {"model": model, "keep_alive": -1}
         try:
-            body = {"model": model, "keep_alive": -1}
-            status, _ = self.ask("POST", "/api/generate", body, seconds=WARM_SECONDS, hold=hold)
-            log.info("warming %s ended with status %d", model, status)
-        except Trouble as error:
-            log.info("warming %s ended: %s", model, error)
+            with contextlib.suppress(Trouble):          # logged already, or cut for the next
+                status, _ = self.ask("POST", "/api/generate", body, seconds=WARM_SECONDS, hold=hold)
+                log.info("warming %s ended with status %d", model, status)
         finally:
             card.release(hold)
 
 class Comfy(Engine):
     """ComfyUI: jobs run after their answer, in its queue; if it has VRAM can't be asked, only remembered."""
-    name, kind, title, greeting = "comfy", IMAGE, "ComfyUI", "/system_stats"
+    name, kind, title, greeting, accepts = "comfy", IMAGE, "ComfyUI", "/system_stats", (200, "prompt_id")
     hint = ("; if a node of its workflow asked for this, it waits for itself: point the node, and OLLAMA_HOST"
             " of Ollama itself, at Ollama's own address instead of stadi's")
 
@@ -1352,7 +1336,7 @@ class Comfy(Engine):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
         self._vram, self._before = "used", None         # then asked, before: at so many bytes; then freed
-        self.given_up, self._stuck = [], 0      # jobs that nobody follows; looks in a row that saw none run
+        self.given_up = []      # jobs that nobody follows
 
     def reading(self):
         """Its card's memory: a Reading. What others can have is vram_free - torch_vram_free, device-wide."""
@@ -1361,17 +1345,16 @@ class Comfy(Engine):
         return Reading(total - (free - torch), total)
 
     def _queue(self, seconds=None):
-        """(ids running, ids waiting). Raises Trouble."""
-        def take(answer):
-            return [[str(row[1]) for row in answer[name]] for name in ("queue_running", "queue_pending")]
-        return self.look("/queue", take, seconds)
+        """The jobs that run or wait. Raises Trouble."""
+        return self.look("/queue", lambda answer: [
+            str(row[1]) for row in answer["queue_running"] + answer["queue_pending"]], seconds)
 
     def busy(self):
         """Whether its queue has work, apart from what was given up; None when it can't be told."""
         with contextlib.suppress(Trouble):
             if not self.given_up:
                 return self.look("/prompt", lambda answer: answer["exec_info"]["queue_remaining"] > 0)
-            ids = sum(self._queue(), [])
+            ids = self._queue()
             self.given_up = [job for job in self.given_up if job in ids]
             return any(job not in self.given_up for job in ids)
 
@@ -1381,8 +1364,6 @@ class Comfy(Engine):
         busy = self.busy()
         if busy is None:                    # it hangs: what follows in this hand-over does not wait so again
             self._patience = HURRY_SECONDS
-        else:
-            self.note("")
         if busy:
             self._vram, self._before = "used", None
         return self._vram != "freed"
@@ -1410,20 +1391,13 @@ class Comfy(Engine):
         self._vram = "freed"
     def ready(self, cancelled):
         self._vram, self._before, self._patience = "used", None, CALL_SECONDS
-    def job_of(self, path, status, body):
-        return job_in(body, "prompt_id") if status == 200 else None
 
     def ended(self, job, seconds):
         """An accepted job is in the queue, then in the history; in neither when deleted, or all died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
-            if job in self.look(path, dict.keys, seconds):
+            if job in self.look(path, dict.keys, seconds) or job not in self._queue(seconds):
                 return "ended"
-            running, waiting = self._queue(seconds)
-            if job not in running + waiting:
-                return "ended"
-            self._stuck = 0 if running else self._stuck + 1
-            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if self._stuck > 10 else "")
 
     def finished(self, job):
         if self.idle_after == 0:
@@ -1432,7 +1406,7 @@ class Comfy(Engine):
 
     def give_up(self, job):
         with contextlib.suppress(Trouble):              # released before its answer: all there is
-            self.given_up += [job] if job else sum(self._queue(), [])
+            self.given_up += [job] if job else self._queue()
         self.finished(job)
 
 class Lease(Engine):
@@ -1467,7 +1441,8 @@ def follow(card, hold):
             if state == "queued":
                 end = time.monotonic() + bound
             if time.monotonic() > end:
-                log.warning("%s: job %s not ended within %gs: let go", engine.title, job, bound)
+                log.warning("%s: job %s not ended within %gs: let go; if none runs there, its worker died:"
+                            " restart it", engine.title, job, bound)
                 return engine.give_up(job)
             pause = min(POLL_LAST, pause * 1.5)
     except Refused as error:
@@ -2600,7 +2575,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             for block in self.client.body(request):
                 spool.add(block)
-                if spool.size >= SPOOL_BYTES and card.free_for(engine):
+                if spool.size >= SPOOL_BYTES and card.has(engine, at_once=True):
                     break
             if request.body.done and (route.kind == STEER and card.has(engine)      # it steers what runs now
                                       or engine.spares(route.path, request, spool.whole())):
@@ -2628,7 +2603,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             ended.set()
             try:
                 if exchange.status:
-                    hold.job = engine.job_of(route.path, exchange.status, exchange.copied)
+                    hold.job = engine.job_of(exchange.status, exchange.copied)
             finally:
                 if hold.job is None or hold.revoked:
                     card.release(hold)

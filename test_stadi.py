@@ -11281,7 +11281,7 @@ class Machine:
             self.waiting.append(caller)
         self.held.append(caller)
         self.seen_busy()
-        free = engine.kind == "llm" and self.card.free_for(engine)
+        free = engine.kind == "llm" and self.card.has(engine, at_once=True)
         caller.start()
         self.judge()
         if free and not caller.back:
@@ -12538,7 +12538,7 @@ CHAOS_EXEC = {      # name -> (how the program is broken, words of the 502)
     "missing": (lambda path: None, "No such file"),
     "not executable": (lambda path: chaos_write(path, b"#!/bin/sh\n", 0o644), "Permission denied"),
     "bad shebang": (lambda path: chaos_write(path, b"#!/no/such/python\n"), "interpreter|first line"),
-    "a folder": (lambda path: path.mkdir(), "folder"),
+    "a folder": (lambda path: path.mkdir(), "Permission denied"),
     "wrong format": (lambda path: chaos_write(path, b"no program at all\n"), "kind|format"),
     "another machine's": (lambda path: chaos_write(path, b"\x7fELF\x02\x01\x01" + b"\0" * 9 + b"\x02\0\xf3\0"
                                                    + b"\1\0\0\0" + b"\0" * 100), "kind|format"),
@@ -12727,6 +12727,21 @@ def test_chaos_a_stranger_on_the_childs_port_is_named_and_gets_nothing(chaos, wh
             stranger.close()
     chaos.control()
     picture(chaos.image("after").answer(), "after")
+
+
+def test_chaos_a_child_that_listens_on_another_port_is_a_502_at_once_that_says_what_to_write(chaos):
+    other = free_port()
+    one = chaos.stadi("-sd-args", chaos.sd_args.replace(f"port {chaos.sd_port}", f"port {other}"))
+    chaos.control(load_seconds=0.3)
+    for _ in range(2):
+        ask = chaos.image("nowhere").answer()
+        message = own_error(ask, 502)
+        assert f"it listens on {other}" in message and f"--listen-port {chaos.sd_port}" in message, message
+        assert ask.seconds < 5, ask                     # and not after -load-wait
+        chaos.no_child()
+    assert str(other) in chaos.status()["sd"]["error"]
+    whole_stream(chaos.chat().answer())
+    assert one.process.poll() is None
 
 
 # ----- every fault of an engine, in every phase ---------------------------------------------------
