@@ -1096,9 +1096,7 @@ class Engine:
         status, content = self.ask("GET", path, seconds=seconds)
         with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
             if status == 200:
-                found = take(parsed(content))
-                self.note("")
-                return found
+                return take(parsed(content))
         text = dict(advice).get(status, f"GET {path} gave {status} and nothing that can be used")
         raise self.note(text, Misfit)
 
@@ -1129,7 +1127,9 @@ class Loader(Engine):
 
     def resident(self):
         with contextlib.suppress(Trouble):
-            return bool(self.holding())
+            holding = self.holding()
+            self.note("")
+            return bool(holding)
 
     def evict(self):
         asked, empty, pause, end = set(), 0, self.pause, time.monotonic() + self._bound
@@ -1336,7 +1336,7 @@ class Comfy(Engine):
         super().__init__(endpoint)
         self.idle_after, self.job_bound, self._used = keep, job_timeout, used
         self._vram, self._before = "used", None         # then asked, before: at so many bytes; then freed
-        self.given_up = []      # jobs that nobody follows
+        self.given_up, self._stuck = [], 0      # jobs that nobody follows; looks in a row that saw none run
 
     def reading(self):
         """Its card's memory: a Reading. What others can have is vram_free - torch_vram_free, device-wide."""
@@ -1345,16 +1345,17 @@ class Comfy(Engine):
         return Reading(total - (free - torch), total)
 
     def _queue(self, seconds=None):
-        """The jobs that run or wait. Raises Trouble."""
-        return self.look("/queue", lambda answer: [
-            str(row[1]) for row in answer["queue_running"] + answer["queue_pending"]], seconds)
+        """(the jobs that run, all jobs that run or wait). Raises Trouble."""
+        running, waiting = self.look("/queue", lambda answer: [
+            [str(row[1]) for row in answer[f"queue_{state}"]] for state in ("running", "pending")], seconds)
+        return running, running + waiting
 
     def busy(self):
         """Whether its queue has work, apart from what was given up; None when it can't be told."""
         with contextlib.suppress(Trouble):
             if not self.given_up:
                 return self.look("/prompt", lambda answer: answer["exec_info"]["queue_remaining"] > 0)
-            ids = self._queue()
+            ids = self._queue()[1]
             self.given_up = [job for job in self.given_up if job in ids]
             return any(job not in self.given_up for job in ids)
 
@@ -1364,6 +1365,8 @@ class Comfy(Engine):
         busy = self.busy()
         if busy is None:                    # it hangs: what follows in this hand-over does not wait so again
             self._patience = HURRY_SECONDS
+        else:
+            self.note("")
         if busy:
             self._vram, self._before = "used", None
         return self._vram != "freed"
@@ -1396,8 +1399,13 @@ class Comfy(Engine):
         """An accepted job is in the queue, then in the history; in neither when deleted, or all died."""
         path = f"/history/{urllib.parse.quote(job, safe='', errors='surrogatepass')}"
         with contextlib.suppress(Trouble):
-            if job in self.look(path, dict.keys, seconds) or job not in self._queue(seconds):
+            if job in self.look(path, dict.keys, seconds):
                 return "ended"
+            running, jobs = self._queue(seconds)
+            if job not in jobs:
+                return "ended"
+            self._stuck = 0 if running else self._stuck + 1
+            self.note("jobs wait and none runs: its worker died; restart ComfyUI" if self._stuck > 10 else "")
 
     def finished(self, job):
         if self.idle_after == 0:
@@ -1406,7 +1414,7 @@ class Comfy(Engine):
 
     def give_up(self, job):
         with contextlib.suppress(Trouble):              # released before its answer: all there is
-            self.given_up += [job] if job else self._queue()
+            self.given_up += [job] if job else self._queue()[1]
         self.finished(job)
 
 class Lease(Engine):
@@ -1441,8 +1449,7 @@ def follow(card, hold):
             if state == "queued":
                 end = time.monotonic() + bound
             if time.monotonic() > end:
-                log.warning("%s: job %s not ended within %gs: let go; if none runs there, its worker died:"
-                            " restart it", engine.title, job, bound)
+                log.warning("%s: job %s not ended within %gs: let go", engine.title, job, bound)
                 return engine.give_up(job)
             pause = min(POLL_LAST, pause * 1.5)
     except Refused as error:
