@@ -2260,15 +2260,15 @@ const span = s => s < 60 ? `${Math.floor(s)} s` : `${Math.floor(s / 60)} min ${M
 const clock = s => s == null ? "" : make("span", {"data-at": Date.now() - s * 1000}, span(Math.abs(s)));
 function show({holder, handover, sd, vram, engines, waiting, resident, handovers, history, ...rest}) {
   const to = holder ? holder.engine : handover?.to, usual = !holder && handover?.usual_s;
-  const verb = holder ? "is with" : to ? "goes to" : handover ? "gets free" : "is free";
+  const verb = holder ? "is with" : to ? "goes to" : handover ? "gets free" : "is idle";
   const log = sd?.log_tail?.join(String.fromCharCode(10)) ?? "", left = rest.idle_left_s;
   const [, at, all, speed] = rest.sd_child_up && /[|] ([0-9]+)[/]([0-9]+) - (.*)$/.exec(log) || [];
   const since = holder ? holder.since_s : handover ? handover.phase_s : left == null ? null : -left;
   tell({headline: `The card ${verb} ${to ? named(to) : ""}`, nobody: waiting[0] ? "" : "Nobody waits.", log,
     phase: !handover ? "" : `${holder ? `Next is ${named(handover.to)}. ` : ""}${PHASES[handover.phase]} (${
       handover.why})`, version: rest.version,
-    memory: `${gib(vram.used)} of ${gib(vram.total)} used; unloaded ${gib(vram.floor)} (the mark)`});
-  $("since").replaceChildren(since == null ? "Unused." : since < 0 ? "Freed in " : "For ", clock(since),
+    memory: `${gib(vram.used)} of ${gib(vram.total)} used; the mark, ${gib(vram.floor)}: no model`});
+  $("since").replaceChildren(since == null ? "" : since < 0 ? "Unloads in " : "For ", clock(since),
     usual ? `, usually ${span(usual)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
   draw("holds", holder, (holder?.holds ?? []).map(({id, engine, kind, what, since_s, job, unwanted}) =>
     make("li", {}, make("b", {}, what), named(engine), job ? `job ${job}` : "", unwanted ? "unwanted" : "",
