@@ -2267,7 +2267,7 @@ function show({holder, handover, sd, vram, engines, waiting, resident, handovers
   tell({headline: `The card ${verb} ${to ? named(to) : ""}`, nobody: waiting[0] ? "" : "Nobody waits.", log,
     phase: !handover ? "" : `${holder ? `Next is ${named(handover.to)}. ` : ""}${PHASES[handover.phase]} (${
       handover.why})`, version: rest.version,
-    memory: `${gib(vram.used)} of ${gib(vram.total)} used; the mark, ${gib(vram.floor)}: no model`});
+    memory: `${gib(vram.used)} of ${gib(vram.total)} used (mark: ${gib(vram.floor)} without a model)`});
   $("since").replaceChildren(since == null ? "" : since < 0 ? "Unloads in " : "For ", clock(since),
     usual ? `, usually ${span(usual)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
   draw("holds", holder, (holder?.holds ?? []).map(({id, engine, kind, what, since_s, job, unwanted}) =>
