@@ -2215,27 +2215,28 @@ PAGE = r"""<!doctype html><html lang="en"><meta charset="utf-8"><title>stadi</ti
   outline: 3px solid #3b82f6 } [hidden], p:empty, table:has(tbody:empty) { display: none } .scroll, ul {
   overflow: auto; max-height: 22rem } #bar { height: 1.5rem; border-radius: .4rem;
   background: linear-gradient(90deg, #0000 var(--floor), CanvasText 0 calc(var(--floor) + 3px), #0000 0),
-  linear-gradient(90deg, #3b82f6 var(--used), var(--line) 0) } progress, svg, table { width: 100%;
+  linear-gradient(90deg, var(--soft) var(--used), var(--line) 0) } progress, svg, table { width: 100%;
   accent-color: var(--hue) } .key { display: inline-block; margin-right: 1.25rem } .key::before {
   content: "■ "; color: var(--hue) } svg { height: 8rem } rect { fill: var(--hue) } line {
   stroke-dasharray: 3 } line, polyline { fill: none; stroke: CanvasText; vector-effect: non-scaling-stroke }
 #axis { display: flex; justify-content: space-between } #handovers :last-child { min-width: 15em }
 pre, table { font-size: .85rem } table { border-collapse: collapse; overflow-wrap: normal } td, th {
   text-align: left; padding: .4rem 1rem .4rem 0; border-top: 1px solid var(--line); vertical-align: top }
-</style><header><h1>stadi <small id="version"></small></h1><p id="banner" role="alert"></p></header><main>
-<section id="state"><div aria-live="polite"><h2 id="headline">…</h2><p id="phase"></p></div><p id="since"></p>
-  <progress id="done" aria-label="Progress" hidden></progress><ul id="holds"></ul>
-  <button data-do="free" title="What runs may end, then all is unloaded.">Free the card</button>
-  <button data-do="load?engine=sd" id="load" title="Other models are unloaded, sd starts.">Load sd</button>
+</style><header><h1>stadi, who has the card <small id="version"></small></h1><p id="banner" role="alert"></p>
+</header><main><section id="state"><div aria-live="polite"><h2 id="headline">…</h2><p id="phase"></p></div>
+  <p id="since"></p><progress id="done" aria-label="Progress" hidden></progress><ul id="holds"></ul>
+  <button data-do="free" title="What runs is not interrupted; then all is unloaded. The next request takes the
+  card again: to keep it for a game, lend it, as in: stadi.py run -- GAME">Free the card</button>
+  <button data-do="load?engine=sd" id="load" title="In its turn: then sd waits, loaded.">Load sd next</button>
   <p id="result" role="status"></p></section><section id="wrong" hidden><h2>Something is wrong</h2>
   <ul id="trouble"></ul></section><section class="half"><h2>Memory of the card</h2><div id="bar"></div>
   <p id="memory"></p><p id="resident"></p></section><section class="half"><h2>Queue</h2><p id="nobody"></p>
   <div class="scroll" tabindex="0" role="group" aria-label="Queue"><table><tr><th>Kind<th>What<th>Waited
-  <th>Limit<tbody id="waiting"></table></div></section><section><h2>The last hour</h2>
+  <th>Gives up after<tbody id="waiting"></table></div></section><section><h2>The last hour</h2>
   <svg id="hour" role="img" viewBox="0 0 3600 99" preserveAspectRatio="none"></svg>
   <small id="axis"><i>−60 min</i><i>−45</i><i>−30</i><i>−15</i><i>now</i></small><p id="legend"></p></section>
 <section><h2>Hand-overs</h2><div class="scroll" tabindex="0" role="group" aria-label="Hand-overs"><table><tr>
-  <th>When<th>From → to<th>Drain, ms<th>Evict, ms<th>VRAM, ms<th>Start, ms<th>Why, and what went wrong
+  <th>When<th>From → to<th>Waited, ms<th>Unloaded, ms<th>Memory, ms<th>Started, ms<th>Why, and what went wrong
   <tbody id="handovers"></table></div></section><section><h2>Log of sd-server</h2>
   <pre class="scroll" id="log" tabindex="0" role="group" aria-label="Log"></pre></section></main>
 <dialog id="ask" aria-labelledby="title" aria-describedby="effect"><form method="dialog"><h2 id="title"></h2>
@@ -2254,7 +2255,8 @@ function draw(id, data, nodes) {                 // only what changed, running t
 const tell = texts => Object.keys(texts).forEach(id => draw(id, texts[id], [texts[id]]));
 const rows = list => list.map(cells => make("tr", {}, ...cells.map(cell => make("td", {}, cell))));
 const keys = list => list.map(([engine, text]) => make("span", {class: "key", "data-engine": engine}, text));
-const named = engine => engine === "→" ? "hand-over" : engine === "lease" ? "a command" : engine || "nobody";
+const NAMES = {llama: "llama (chats)", ollama: "Ollama (chats)", sd: "sd (pictures)", lease: "a command",
+  comfy: "ComfyUI (pictures)", "→": "hand-over"}, named = engine => NAMES[engine] || engine || "nobody";
 const gib = bytes => bytes == null ? "?" : `${(bytes / 2 ** 30).toFixed(1)} GiB`;
 const span = s => s < 60 ? `${Math.floor(s)} s` : `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`;
 const clock = s => s == null ? "" : make("span", {"data-at": Date.now() - s * 1000}, span(Math.abs(s)));
@@ -2265,26 +2267,27 @@ function show({holder, handover, sd, vram, engines, waiting, resident, handovers
   const [, at, all, speed] = rest.sd_child_up && /[|] ([0-9]+)[/]([0-9]+) - (.*)$/.exec(log) || [];
   const since = holder ? holder.since_s : handover ? handover.phase_s : left == null ? null : -left;
   tell({headline: `The card ${verb} ${to ? named(to) : ""}`, nobody: waiting[0] ? "" : "Nobody waits.", log,
-    phase: !handover ? "" : `${holder ? `Next is ${named(handover.to)}. ` : ""}${PHASES[handover.phase]} (${
-      handover.why})`, version: rest.version,
-    memory: `${gib(vram.used)} of ${gib(vram.total)} used (mark: ${gib(vram.floor)} without a model)`});
-  $("since").replaceChildren(since == null ? "" : since < 0 ? "Unloads in " : "For ", clock(since),
-    usual ? `, usually ${span(usual)}` : "", all ? `: ${at} of ${all}, ${speed}` : "");
+    phase: !handover ? "" : (holder ? `Next: ${named(handover.to)}, for ${handover.why}. ` : "")
+      + PHASES[handover.phase] + (holder ? "" : `, for ${handover.why}`), version: rest.version,
+    memory: `${gib(vram.used)} of ${gib(vram.total)} used`
+      + (vram.floor == null ? "" : ` (the mark: ${gib(vram.floor)}, used without any model)`)});
+  $("since").replaceChildren(since == null ? "" : since < 0 ? "What is loaded is unloaded in " : "For ",
+    clock(since), usual ? `, usually ${span(usual)}` : "", all ? `: step ${at} of ${all}, ${speed}` : "");
   draw("holds", holder, (holder?.holds ?? []).map(({id, engine, kind, what, since_s, job, unwanted}) =>
     make("li", {}, make("b", {}, what), named(engine), job ? `job ${job}` : "", unwanted ? "unwanted" : "",
       clock(since_s), kind === "llm" ? "" : make("button", {"data-do": `release?id=${encodeURIComponent(id)}`,
-      title: "The job loses the card to the next in line. Its result may be lost."}, "Release"))));
+      title: "It is ended, and loses the card to the next in line. Its result is lost."}, "Release"))));
   const wrong = [vram.error && `Memory: ${vram.error}`, ...rest.given_up.map(id => `Given up: ${id}`),
     ...Object.keys(engines).map(key => engines[key].error && `${key}: ${engines[key].error}`),
     ...vram.in_the_way.map(({pid, name, mib}) => `In the way: ${name} (process ${pid}), ${mib} MiB`)];
   draw("trouble", wrong, wrong.filter(Boolean).map(text => make("li", {}, text)));
   $("state").dataset.engine = to ?? "", $("done").value = Math.min(1, at / all) || 0;
-  [$("wrong").hidden, $("load").hidden, $("done").hidden] = [!wrong.some(Boolean), !engines.sd, !all];
+  [$("wrong").hidden, $("load").hidden, $("done").hidden] = [!wrong.some(Boolean), sd?.ready !== false, !all];
   ["used", "floor"].forEach(at => $("bar").style.setProperty(`--${at}`, `${100 * vram[at] / vram.total}%`));
   draw("resident", resident, keys(Object.entries(resident).map(([engine, is]) =>
-    [engine, `${engine}: ${is == null ? "perhaps loaded" : is ? "loaded" : "not loaded"}`])));
+    [engine, `${engine}: ${is == null ? "not known" : is ? "loaded" : "not loaded"}`])));
   draw("waiting", waiting, rows(waiting.map(({kind, engine, what, waited_s, limit_s}) =>
-    [kind, `${what} (${named(engine)})`, clock(waited_s), limit_s == null ? "none" : span(limit_s)])));
+    [kind, `${what} (${named(engine)})`, clock(waited_s), limit_s == null ? "never" : span(limit_s)])));
   draw("handovers", handovers, rows(handovers.toReversed().map(({at, from, to, why, error, notes, ...ms}) =>
     [new Date(at * 1000).toLocaleTimeString(), `${named(from)} → ${named(to)}`, ...[ms.drain_ms, ms.evict_ms,
       ms.vram_ms, ms.start_ms].map(Math.round), [why, error, ...notes].filter(Boolean).join("; ")])));
