@@ -2287,7 +2287,7 @@ function show({holder, handover, sd, vram, engines, waiting, resident, handovers
   draw("resident", resident, keys(Object.entries(resident).map(([engine, is]) =>
     [engine, `${engine}: ${is == null ? "not known" : is ? "loaded" : "not loaded"}`])));
   draw("waiting", waiting, rows(waiting.map(({kind, engine, what, waited_s, limit_s}) =>
-    [kind, `${what} (${named(engine)})`, clock(waited_s), limit_s == null ? "never" : span(limit_s)])));
+    [kind, `${what}, ${named(engine)}`, clock(waited_s), limit_s == null ? "never" : span(limit_s)])));
   draw("handovers", handovers, rows(handovers.toReversed().map(({at, from, to, why, error, notes, ...ms}) =>
     [new Date(at * 1000).toLocaleTimeString(), `${named(from)} → ${named(to)}`, ...[ms.drain_ms, ms.evict_ms,
       ms.vram_ms, ms.start_ms].map(Math.round), [why, error, ...notes].filter(Boolean).join("; ")])));
