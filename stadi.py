@@ -2547,7 +2547,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             for hold in card.holds() if force else ():      # only now: nobody else is let in any more
                 with contextlib.suppress(Refused):
                     self._take_away(hold, "freed by hand")
-        nobody, limit = Engine(None), self.world.settings.busy_wait
+        nobody, limit = Engine(None), 0 if force else self.world.settings.busy_wait
         nobody.drain_limit = FORCE_SECONDS if force else 0
         card.release(card.acquire(nobody, "POST /stadi/free", limit, False, on_wait, True))
         return {"freed": True, "vram_used": self.world.eyes.vram.used()}
