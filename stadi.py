@@ -589,8 +589,9 @@ class Card:
 
     def _left(self, waiter):
         """Seconds until this waiter's limit; None while no limit counts."""
-        moving, now, image = self._handover, self._clock(), waiter.engine.kind == IMAGE
-        own = moving and moving.to is waiter.engine and moving.phase != "drain"
+        moving, now, engine = self._handover, self._clock(), waiter.engine
+        image = engine.kind == IMAGE and not engine.lent
+        own = moving and moving.to is engine and moving.phase != "drain"
         if own or not waiter.limit or image and self._blocked_since is None:
             return None
         return waiter.limit - (self._blocked() - waiter.blocked if image else now - waiter.arrived)
@@ -708,7 +709,7 @@ class Card:
                 hold.unwanted and not hold.revoked and hold.engine is not waiter.engine for hold in holds):
             if holds:
                 return holds[0]
-            evict = [engine for engine in self._engines if engine is not waiter.engine]
+            evict = [engine for engine in self._engines if engine is not waiter.engine or engine.lent]
             self._handover = Handover(waiter.engine, waiter.what, waiter, evict, self._clock())
             if waiter.engine is not self._owner:
                 self._handover.phase_since = waiter.arrived     # in its drain_ms: what was in flight
@@ -737,7 +738,8 @@ class Card:
     def _vacate(self, moving):
         """Evict whoever is resident, and wait for the VRAM."""
         self._phase(moving, "drain")
-        answers = {engine.name: engine.resident() for engine in self._engines if engine is not moving.to}
+        answers = {engine.name: engine.resident() for engine in self._engines
+                   if engine is not moving.to or engine.lent}
         self._residents.update(answers)
         there = [engine for engine in self._engines if answers.get(engine.name, False) is not False]
         residents = [engine for engine in there if engine in moving.evict]
@@ -868,15 +870,15 @@ def token_of(pid):
     found = re.search(rf"(?:^|\0){TOKEN}=([^\0]+)", proc(f"{pid}/environ").decode("utf-8", "replace"))
     return found[1] if found else ""
 
-def kin(groups, token):
-    """Live processes that are in one of the process groups, or carry the token."""
-    return [pid for pid in pids() if pid != os.getpid() and (alive := life(pid))
-            and (alive[0] in groups or token_of(pid) == token)]
+def kin(groups, token, inode=""):
+    """Live processes in one of the process groups, or that carry the token, or have that socket."""
+    return [pid for pid in pids() if pid != os.getpid() and (alive := life(pid)) and (
+        alive[0] in groups or token_of(pid) == token or inode and inode in sockets_of(pid))]
 
-def end_kin(groups, token):
+def end_kin(groups, token, inode=""):
     """Kill them until none is left, for 2 s at most; returns those that are."""
     end = time.monotonic() + 2.0
-    while (found := kin(groups, token)) and time.monotonic() < end:
+    while (found := kin(groups, token, inode)) and time.monotonic() < end:
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -1042,6 +1044,7 @@ class Engine:
     jobs = ()                   # paths whose work goes on after the answer, beside other such work
     accepts = 0, ""             # the status of an answer whose job goes on, and where in it the job's id is
     drain_limit = 0             # seconds that it waits for such work of the others; 0: by their busy_limit
+    lent = False                # to another each time: evicted before the next; a limit is of the whole wait
     fresh = stoppable = False   # a new connection for each request; work that nobody wants can be ended
 
     def __init__(self, endpoint, bound=0):
@@ -1419,16 +1422,16 @@ class Comfy(Engine):
 
 class Lease(Engine):
     """A command that stadi.py run lends the card to: it has memory until the VRAM is seen to be back."""
-    name, kind, title, idle_after = "lease", IMAGE, "a command", 0.001
+    name, kind, title, idle_after, lent, _there = "lease", IMAGE, "a command", 0.001, True, False
     hint = "; if that command asked for this, it waits for itself: point it at the engine's own address"
-    _there = False
 
     def resident(self):
-        return self._there
+        return self._there                      # None: given back, and not yet seen to be
     def ready(self, cancelled):
         self._there = True
     def evict(self):
-        return Eviction(True, True)             # it ended, or there would be a hold
+        self._there = None                      # it ended, or there would be a hold
+        return Eviction(True, True)
     def evicted(self):
         self._there = False
 
@@ -2063,7 +2066,7 @@ def tunnel(client, engine, first=b""):
             reset_at_close(sock)
 
 # ----- Eyes -------------------------------------------------------------------------------------------------
-NOT_PRINTED = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+"    # what steers a terminal
+NOT_PRINTED = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+"   # not for terminals
 BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)   # of histograms, in seconds
 SPANS = ("gpu_turnstile_unload_seconds",                                        # histograms
          *(f'gpu_turnstile_lock_wait_seconds{{kind="{kind}"}}' for kind in (LLM, IMAGE)),
@@ -2148,7 +2151,7 @@ class Eyes:
         """The status, with what the page draws besides."""
         status, sd, since = self.status(), self.engines.get("sd"), time.time() - 3600
         if sd:
-            status["sd"]["log_tail"] = [re.sub(r"\x1b\[\w*", "", line) for line in (
+            status["sd"]["log_tail"] = [re.sub(r"\x1b\[[\w;]*", "", line) for line in (
                 sd.child.log_tail()[-12:] if sd.child else ())]
         def last_hour(rows):
             rows = list(rows)
@@ -2547,7 +2550,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             for hold in card.holds() if force else ():      # only now: nobody else is let in any more
                 with contextlib.suppress(Refused):
                     self._take_away(hold, "freed by hand")
-        nobody, limit = Engine(None), self.world.settings.busy_wait
+        nobody, limit = Engine(None), 0 if force else self.world.settings.busy_wait
         nobody.drain_limit = FORCE_SECONDS if force else 0
         card.release(card.acquire(nobody, "POST /stadi/free", limit, False, on_wait, True))
         return {"freed": True, "vram_used": self.world.eyes.vram.used()}
@@ -2645,7 +2648,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 ASKED = {"status": ("GET", "/status", ""), "free": ("POST", "/stadi/free", ""),
          "load": ("POST", "/stadi/load", "engine"), "release": ("POST", "/stadi/release", "id")}
-AGAIN_SECONDS, TERMINATE_SECONDS = 0.5, 10.0    # between two tries for a lost lease; from TERM to KILL
+AGAIN_SECONDS, TERMINATE_SECONDS = 0.1, 10.0    # between two tries for a lost lease; from TERM to KILL
 
 def view(status):
     """The status in a human's words, line by line."""
@@ -2711,10 +2714,11 @@ def lend(settings):
     words, token, ending = settings.rest, token_for("run", os.getpid()), threading.Lock()
     if not words or not shutil.which(words[0]):
         raise Usage(f"run -- COMMAND ...: {' '.join(words[:1])!r} is no program that can be run")
-    wanted = {"command": shlex.join(words), "wait": settings.wait}
+    wanted = {"command": shlex.join(words)[:500], "wait": settings.wait}
     lease = opened(settings, "POST", "/stadi/lease", wanted)
+    every = (), token, str(os.fstat(lease.fileno()).st_ino)     # one that has cleared its environment as well
     def send(number):
-        for pid in kin((), token):
+        for pid in kin(*every):
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
     def end(why):
@@ -2723,9 +2727,9 @@ def lend(settings):
             until = time.monotonic() + TERMINATE_SECONDS
             send(signal.SIGTERM)
             send(signal.SIGCONT)                # a stopped one hears no TERM
-            while kin((), token) and time.monotonic() < until:
+            while kin(*every) and time.monotonic() < until:
                 time.sleep(0.1)
-            end_kin((), token)
+            end_kin(*every)
     def keep(lease):
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException, Trouble):
@@ -2735,9 +2739,9 @@ def lend(settings):
                 # stadi has ended: the next one is asked, ahead of all
                 lease = opened(settings, "POST", "/stadi/lease", {**wanted, "wait": 0, "again": True})
             time.sleep(AGAIN_SECONDS)
-    signal.signal(signal.SIGINT, lambda *_: None)           # Ctrl-C goes to the command as well: it decides
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: send(number))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):   # Ctrl-C reaches the command: it decides
+        if signal.getsignal(number) != signal.SIG_IGN:              # nohup's stays, for the command as well
+            signal.signal(number, lambda number, _: number == signal.SIGINT or send(number))
     command = subprocess.Popen(words, pass_fds=[lease.fileno()], env={**os.environ, TOKEN: token})
     start(keep, lease)
     if settings.max:
@@ -2845,7 +2849,8 @@ def serve(settings, environ):
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup's
+            signal.signal(number, lambda *_: None)
     for target in (world.card.run, world.watcher.run, world.eyes.sample):
         start(target)
     start(list, engine_findings(world.engines.values()))

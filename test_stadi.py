@@ -10842,7 +10842,7 @@ class Caller(Actor):
 class MadeUp:
     """An engine: its five verbs take time, fail, and let other things happen meanwhile."""
 
-    hint = ""
+    hint, lent = "", False
 
     def __init__(self, machine, name, kind, stoppable=False, idle_after=None, busy_limit=0):
         self.machine, self.name, self.kind, self.stoppable = machine, name, kind, stoppable
@@ -11681,7 +11681,7 @@ class Crowd:
 
 
 class CrowdEngine:
-    hint, busy_limit, drain_limit = "", 0, 0
+    hint, busy_limit, drain_limit, lent = "", 0, 0, False
 
     def __init__(self, crowd, name, kind, stoppable=False, idle_after=None):
         self.crowd, self.name, self.kind = crowd, name, kind
@@ -14164,6 +14164,93 @@ def test_steer_max_ends_the_command(world):
     code, _, err = finished(command(one, "run", "-max", "300ms", "--", "sleep", "100"))
     assert code == 128 + signal.SIGTERM and "-max" in err
     world.at_rest()
+
+
+@pytest.mark.parametrize("how", ["-max", "release"])
+def test_steer_a_command_that_clears_its_environment_is_ended_too(world, tmp_path, how):
+    one = world.stadi()
+    script = f"echo $$ > {tmp_path}/pid; exec sleep 30"
+    limit = ["-max", "300ms"] if how == "-max" else []
+    run = command(one, "run", *limit, "--", "env", "-i", "/bin/sh", "-c", script)
+    pid = pid_in(tmp_path / "pid")
+    if how == "release":
+        assert finished(command(one, "release", lent(world)["id"]))[0] == 0
+    code, _, err = finished(run, 8)
+    assert code == 128 + signal.SIGTERM and "ending the command" in err and not process_runs(pid)
+    world.at_rest()
+
+
+def test_steer_run_under_nohup_and_its_command_outlive_the_terminal(world, tmp_path):
+    one = world.stadi()
+    os.mkfifo(tmp_path / "gate")
+    run = command(one, "run", "--", "sh", "-c", f"echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate",
+                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    pid = pid_in(tmp_path / "pid")
+    run.send_signal(signal.SIGHUP)
+    os.kill(pid, signal.SIGHUP)
+    time.sleep(0.2)
+    (tmp_path / "gate").write_text("\n")
+    assert finished(run)[0] == 0
+
+
+def test_chaos_stadi_under_nohup_outlives_its_terminal(world):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        one = world.stadi()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    one.process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert world.status()["state"] == "idle"
+
+
+@pytest.mark.parametrize("behind", ["a render", "another command"])
+def test_steer_the_wait_of_run_counts_whatever_it_waits_for(world, behind):
+    one = world.stadi()
+    if behind == "a render":
+        held = world.held_image()
+    else:
+        first = command(one, "run", "--", "sleep", "100")
+        lent(world)
+    code, out, err = finished(command(one, "run", "-wait", "300ms", "--", "echo", "never"), 8)
+    assert (code, out) == (1, "") and "waited 0.3s" in err, err
+    if behind == "a render":
+        world.open_gate()
+        picture(held.answer())
+    else:
+        first.terminate()
+        finished(first)
+
+
+def test_steer_the_memory_of_a_command_is_awaited_before_the_next_command(world):
+    one = world.stadi()
+    runs = [command(one, "run", "--", "sleep", "0.2") for _ in range(3)]
+    assert [finished(run)[0] for run in runs] == [0, 0, 0]
+    moves = [(row["from"], row["to"], bool(row["vram_before"])) for row in world.status()["handovers"]]
+    assert moves[:3] == [(None, "lease", False), *[("lease", "lease", True)] * 2], moves
+
+
+def test_steer_run_takes_a_command_line_of_any_length(world):
+    one = world.stadi()
+    assert finished(command(one, "run", "--", "true", *["x" * 1000] * 100)) == (0, "", "")
+
+
+def test_steer_free_by_force_lasts_as_long_as_the_command_needs_to_end(world, tmp_path):
+    one = world.stadi("-busy-wait", "200ms")
+    script = f"trap 'sleep 1; exit 5' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 0.05; done"
+    run = command(one, "run", "--", "sh", "-c", script)
+    pid, _ = pid_in(tmp_path / "pid"), lent(world)
+    free = world.ask("POST", "/stadi/free?force=1").answer()
+    assert free.status == 200 and not process_runs(pid) and finished(run)[0] == 5, free
+
+
+def test_steer_no_bytes_of_a_command_line_break_the_status(world):
+    one = world.stadi()
+    run = command(one, "run", "--", "sh", "-c", "read _", os.fsdecode(b"\xff\x1b[31m"), stdin=subprocess.PIPE)
+    lent(world)
+    code, out, err = finished(command(one, "status", env={"PYTHONIOENCODING": "utf-8:strict"}))
+    assert (code, err) == (0, "") and "lease for" in out and "\x1b" not in out, (out, err)
+    run.communicate("\n")
 
 
 def test_steer_a_lease_survives_a_restart_of_stadi_and_comes_before_all(world, tmp_path):
