@@ -54,7 +54,7 @@ def ready(seconds, *wanted):
     poller = select.poll()
     for sock, events in wanted:
         poller.register(sock, events)
-    return dict(poller.poll(max(0.0, seconds) * 1000))
+    return dict(poller.poll(min(max(0.0, seconds), 1e6) * 1000))        # the kernel's most: 24 days
 
 def pids():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -90,7 +90,7 @@ def matching(pattern, message, convert=str):
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 DURATION = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
 def seconds(text):
-    return sum(float(number) * UNITS[unit] for number, unit in re.findall(DURATION, text))
+    return min(1e9, sum(float(number) * UNITS[unit] for number, unit in re.findall(DURATION, text)))
 
 duration = matching(f"0|(?:{DURATION})+", "is no duration; write 5s, 5m, 1h30m, 500ms or 0", seconds)   # Go's
 gibibytes = matching(r"\d+(\.\d+)?", "is no size; write GiB: 2, 0.5", lambda text: int(float(text) * GIB))
@@ -1791,9 +1791,14 @@ class Client:
         except OSError as error:
             if isinstance(error, BlockingIOError):
                 log.info("a client took nothing for %gs (-stall): cut off", self.stall)
-                reset_at_close(self.sock)
+                self.reset()
             self.leaves()
             raise Gone from None
+
+    def reset(self):
+        """The end that comes now must not look like one: no FIN before the RST."""
+        self.unread = False
+        reset_at_close(self.sock)
 
     def offer(self, data):
         """Send, for one whose work goes on without it: nothing more once it left."""
@@ -1966,7 +1971,7 @@ class Exchange:
             return failure
         log.warning("an answer of %s to %s broke off: %s", title, self.request.method, failure)
         if self._ends_bare:
-            reset_at_close(self.client.sock)
+            self.client.reset()
         return Gone()
 
     def _ask(self, spool):
@@ -2831,8 +2836,8 @@ def listen(world):
         try:
             servers += [Server(endpoint, front, world)] if endpoint else []
         except OSError as error:
-            held = listeners(endpoint.port)
-            words = os.strerror(error.errno) + (f", by {who_listens(held)}; end it" if held else "")
+            held = listeners(endpoint.port) if error.errno == errno.EADDRINUSE else ()
+            words = error.strerror.partition(" (")[0] + (f", by {who_listens(held)}; end it" if held else "")
             raise Usage(f"{SETTINGS[flag]}: {endpoint}: {words}") from None
     return servers
 

@@ -8470,6 +8470,65 @@ def test_wire_an_early_413_reaches_the_client_20_times_without_a_reset(wire, pat
         client.close()
 
 
+@pytest.mark.parametrize("reply, version", [
+    (wire_reply(body=b"part"), b"HTTP/1.1"), (wire_reply(WIRE_TE, body=b"4\r\npart\r\n"), b"HTTP/1.0")],
+    ids=["to the end of the connection", "chunked, to an HTTP/1.0 client"])
+def test_wire_an_early_answer_that_breaks_off_ends_in_a_reset_without_a_fin(wire, reply, version):
+    """What the client still sends is drained behind a FIN: that would be the answer's clean end."""
+    def script(link, seen):
+        link.send(reply)
+        until(lambda: b"part" in client.raw or not client.more(0.1) and client.ended)
+        link.rst()
+        return False
+
+    wire.script(script)
+    client = wire.client()
+    client.send(wire.fill(wire_request(b"POST", b"{post}", b"Content-Length: 9000000", version=version)))
+    client.send(b"x" * 100_000)
+    until(lambda: b"part" in client.raw)
+    answers = client.to_end()
+    assert client.ended == "rst" and not any(answer.complete for answer in answers), (answers, client.ended)
+
+
+def test_wire_a_client_that_takes_nothing_of_an_early_answer_sees_no_clean_end(wire_stack):
+    front = wire_stack.build("llm", "-stall", "1s")
+    with wire_case(front) as case:
+        def script(link, seen):
+            link.send(wire_reply())
+            with contextlib.suppress(OSError):
+                for _ in range(400):
+                    link.send(b"x" * 65536)
+            link.wait_end()
+            return False
+
+        case.script(script)
+        client = case.client()
+        client.send(case.fill(wire_request(b"POST", b"{post}", b"Content-Length: 9000000")) + b"x" * 1000)
+        until(lambda: "took nothing" in front.stadi.log(), "that it is cut off")
+        time.sleep(0.5)
+        client.to_end()
+        assert client.ended == "rst"
+
+
+@pytest.mark.parametrize("long", ["600h", "99999999h", "9" * 400 + "h"], ids=["25 days", "never", "inf"])
+def test_wire_a_limit_of_months_is_no_limit_and_no_error(wire_stack, long):
+    """poll() counts milliseconds in 31 bits, a lock's wait nanoseconds in 63."""
+    words = [word for flag in ("stall", "keepalive", "busy-wait", "image-wait") for word in (f"-{flag}", long)]
+    with wire_case(wire_stack.build("both", *words)) as case, wire_case(case.front.sd) as sd:
+        release = threading.Event()
+        sd.script(lambda link, seen: (link.body(seen), release.wait(DEADLINE), link.send(WIRE_OK)))
+        image = sd.client()
+        image.send(sd.fill(wire_post(WIRE_CL)))
+        until(case.front.sd.held)
+        client = case.client()
+        client.send(case.fill(wire_post(WIRE_CL, body=b"he")))
+        time.sleep(0.1)
+        client.send(b"llo")
+        until(lambda: case.stadi.status()["waiting"])
+        release.set()
+        assert client.answer().status == image.answer().status == 200, (client.raw, image.raw)
+
+
 def test_wire_an_early_413_is_not_followed_by_the_rest_of_the_body_as_a_request(wire):
     wire.script(lambda link, seen: (link.send(wire_reply(b"Content-Length: 0", line=b"HTTP/1.1 413 No")),
                                     False)[1])
@@ -13360,6 +13419,17 @@ def chaos_post(connection, path, body):
     connection.request("POST", path, json.dumps(body))
     answer = connection.getresponse()
     return answer.status, answer.read()
+
+
+@pytest.mark.parametrize("host, words", [
+    ("999.1.1.1", ("Name", "name", "address", "Address")), ("192.0.2.1", ("Cannot assign",))])
+def test_chaos_an_address_that_is_not_this_machines_is_said_and_nobody_blamed(chaos, host, words):
+    """192.0.2.0/24 is nobody's (RFC 5737). Who listens on that port elsewhere is no reason to end it."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, text = run_stadi("-listen", f"{host}:{port}", *chaos.args(), env=chaos.env())
+    assert code != 0 and f"{host}:{port}" in text and any(word in text for word in words), text
+    assert "end it" not in text and "nknown" not in text and "Traceback" not in text, text
 
 
 def test_chaos_without_descriptors_it_answers_and_says_so_and_goes_on_after(chaos):
