@@ -1791,14 +1791,10 @@ class Client:
         except OSError as error:
             if isinstance(error, BlockingIOError):
                 log.info("a client took nothing for %gs (-stall): cut off", self.stall)
-                self.reset()
+                self.unread = False                     # no FIN before the RST
+                reset_at_close(self.sock)
             self.leaves()
             raise Gone from None
-
-    def reset(self):
-        """The end that comes now must not look like one: no FIN before the RST."""
-        self.unread = False
-        reset_at_close(self.sock)
 
     def offer(self, data):
         """Send, for one whose work goes on without it: nothing more once it left."""
@@ -1971,7 +1967,8 @@ class Exchange:
             return failure
         log.warning("an answer of %s to %s broke off: %s", title, self.request.method, failure)
         if self._ends_bare:
-            self.client.reset()
+            self.client.unread = False
+            reset_at_close(self.client.sock)
         return Gone()
 
     def _ask(self, spool):
