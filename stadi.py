@@ -2603,19 +2603,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _held(self, request, route, hold, spool, joins):
         """Relay under a hold, which ends with the answer, or with the job that the answer names."""
-        card, engine, on_left, ended = self.world.card, hold.engine, None, threading.Event()
+        card, engine, on_left = self.world.card, hold.engine, None
         if engine.kind == IMAGE:            # an asynchronous job is wanted whether or not its client stays
             on_left = (lambda: None) if joins else functools.partial(card.reconsider, hold)
         def late():
             with contextlib.suppress(Refused):                  # its end is no better: noted by the engine
                 self._take_away(hold, LATE)
         exchange = Exchange(self.client, request, self.forwarded, hold, on_left)
-        if engine.job_bound:                # where no threads are left: unbounded, then
+        if ended := engine.job_bound and threading.Event():     # where no threads are left: unbounded, then
             start(lambda: ended.wait(engine.job_bound) or late())
         try:
             return self._pass(request, route, engine, hold, spool, exchange)
         finally:
-            ended.set()
+            if ended:
+                ended.set()
             try:
                 if exchange.status:
                     hold.job = engine.job_of(exchange.status, exchange.copied)
