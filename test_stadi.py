@@ -57,6 +57,9 @@ def in_this_part(request):
 
 # ----- the harness --------------------------------------------------------------------------------
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:       # in the background of a script: the tests' children
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # are to hear it all the same
+
 def until(condition, what="the condition", seconds=DEADLINE, every=0.01):
     """Wait for condition() to be truthy and return its value; after seconds fail, naming what was awaited."""
     end = time.monotonic() + seconds
