@@ -12,6 +12,7 @@ llama/sd front promises); the turnstile (Ollama, ComfyUI); the wire (bytes over 
 """
 import atexit
 import base64
+import collections
 import contextlib
 import functools
 import hashlib
@@ -72,16 +73,18 @@ def until(condition, what="the condition", seconds=DEADLINE, every=0.01):
         time.sleep(every)
 
 
+GIVEN = collections.deque(maxlen=1000)      # ports that were given lately, and may be bound only later
+
+
 def free_port():
     """A port below the ephemeral range (in it a connect can meet itself), free at this moment."""
     while True:
         port = random.SystemRandom().randrange(12000, 32000)
-        with socket.socket() as probe:
-            try:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            if port not in GIVEN:
                 probe.bind(("127.0.0.1", port))
+                GIVEN.append(port)
                 return port
-            except OSError:
-                continue
 
 
 @functools.cache
