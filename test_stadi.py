@@ -1416,7 +1416,8 @@ class World:
 
     def journal(self, event=None, **match):
         with open(self.journal_file) as file:
-            lines = [json.loads(line) for line in file if line.endswith("\n")]
+            whole = file.read().rpartition("\n")[0]         # at one moment: a line may be half there
+        lines = [json.loads(line) for line in whole.splitlines()]
         return [line for line in lines if (event is None or line["event"] == event)
                 and all(line.get(key) == value for key, value in match.items())]
 
