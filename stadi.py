@@ -435,6 +435,7 @@ class GivenUp(Exception):
 
 # freed: something was asked to let go; verified: and seen to; before: bytes used when it began, if earlier
 Eviction = collections.namedtuple("Eviction", "freed verified note before", defaults=("", None))
+PHASES = "drain", "evict", "vram", "start"          # of a hand-over
 
 class Hold:
     """One right to use the card: waited for, then had, until its end by release() or by revoke()."""
@@ -457,8 +458,8 @@ class Handover:
         self.name, self.own = to and to.name, to and not requester      # own: a warm-up, which evicts nobody
         self.cancelled = threading.Event()          # set when nobody wants it any more
         self.began = self.phase_since = began
-        self.row = {"from": None, "to": self.name, "why": why, "drain_ms": 0, "evict_ms": 0, "vram_ms": 0,
-                    "start_ms": 0, "vram_before": None, "vram_after": None, "notes": []}    # of the ledger
+        self.row = {"from": None, "to": self.name, "why": why, **{f"{phase}_ms": 0 for phase in PHASES},
+                    "vram_before": None, "vram_after": None, "notes": []}       # of the ledger
 
     def note(self, text):
         """Say it, and keep it for the ledger; no warning once nobody wants the hand-over any more."""
@@ -1197,7 +1198,6 @@ class Router(Loader):
 class Sd(Engine):
     """stable-diffusion.cpp's sd-server, as stadi's child."""
     name, kind, title = "sd", IMAGE, "sd-server"
-    probe = Engine._nothing     # a child: nothing is there yet
     fresh = stoppable = True    # it has eight threads, one per connection: none may be kept idle
     jobs, accepts = ("/sdcpp/v1/img_gen", "/sdcpp/v1/vid_gen"), (202, "id")
     ENDS = "completed", "failed", "cancelled"
@@ -2072,7 +2072,7 @@ NOT_PRINTED = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+"   
 BOUNDS = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)   # of histograms, in seconds
 SPANS = ("gpu_turnstile_unload_seconds",                                        # histograms
          *(f'gpu_turnstile_lock_wait_seconds{{kind="{kind}"}}' for kind in (LLM, IMAGE)),
-         *(f'stadi_handover_seconds{{phase="{phase}"}}' for phase in ("drain", "evict", "vram", "start")))
+         *(f'stadi_handover_seconds{{phase="{phase}"}}' for phase in PHASES))
 
 class LogFormat(logging.Formatter):
     """One line a record, whatever stands in it: text, or JSON."""
@@ -2112,7 +2112,7 @@ class Eyes:
             self._add(f'gpu_turnstile_lock_wait_seconds{{kind="{fields["kind"]}"}}', fields["waited"])
         elif event == "handover":
             level, name = logging.INFO, "hand-over"
-            for phase in ("drain", "evict", "vram", "start"):
+            for phase in PHASES:
                 self._add(f'stadi_handover_seconds{{phase="{phase}"}}', fields[f"{phase}_ms"] / 1000)
             if fields["from"]:
                 self._add("gpu_turnstile_unload_seconds", (fields["evict_ms"] + fields["vram_ms"]) / 1000)
@@ -2674,7 +2674,7 @@ def view(status):
         limit = f" of {row['limit_s']:.0f}s" if row["limit_s"] else ""
         yield f"waiting   {row['engine']}: {row['what']}, {row['waited_s']:.0f}s{limit}"
     for row in status["handovers"][-5:]:
-        phases = ", ".join(f"{phase} {row[f'{phase}_ms']}" for phase in ("drain", "evict", "vram", "start"))
+        phases = ", ".join(f"{phase} {row[f'{phase}_ms']}" for phase in PHASES)
         yield (f"{time.strftime('%H:%M:%S', time.localtime(row['at']))}  {row['from'] or 'nobody'} to"
                f" {row['to'] or 'nobody'}: {phases} ms {row['error'] or ''}")
     yield from (f"trouble   {name}: {engine['error']}" for name, engine in status["engines"].items()
