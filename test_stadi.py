@@ -14137,6 +14137,13 @@ def test_steer_commands_say_what_went_wrong_in_one_line(world):
 
 # --- the lease
 
+def gated_run(one, folder, before="", **options):
+    """stadi.py run with a command that writes its pid into folder/pid and ends at a line in folder/gate."""
+    os.mkfifo(folder / "gate")
+    script = f"{before}echo $$ > {folder}/pid; read _ < {folder}/gate"
+    return command(one, "run", "--", "sh", "-c", script, **options)
+
+
 def test_steer_run_borrows_the_card_and_gives_it_back_with_the_commands_exit_code(world):
     one = world.stadi()
     picture(world.image().answer())
@@ -14159,8 +14166,7 @@ def test_steer_run_says_why_a_command_cannot_be_run_and_gives_the_card_back(worl
 def test_steer_run_waits_its_turn_as_an_image_does_and_all_is_evicted(world, tmp_path):
     one = world.stadi()
     held = world.held_chat()
-    run = command(one, "run", "--", "sh", "-c", f"echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate")
-    os.mkfifo(tmp_path / "gate")
+    run = gated_run(one, tmp_path)
     waiting = world.waiting(1, "image")[0]
     assert waiting["engine"] == "lease" and waiting["limit_s"] is None and "sh -c" in waiting["what"]
     world.router.gate("chat").set()
@@ -14187,9 +14193,7 @@ def test_steer_run_waits_no_longer_than_it_is_told(world):
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_steer_the_lease_lasts_as_long_as_the_command_whatever_becomes_of_run(world, tmp_path, sig):
     one = world.stadi()
-    os.mkfifo(tmp_path / "gate")
-    trap = "trap '' TERM HUP; " if sig != signal.SIGKILL else ""
-    run = command(one, "run", "--", "sh", "-c", f"{trap}echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate")
+    run = gated_run(one, tmp_path, "trap '' TERM HUP; " if sig != signal.SIGKILL else "")
     lent(world)
     pid = pid_in(tmp_path / "pid")
     run.send_signal(sig)
@@ -14261,9 +14265,7 @@ def test_steer_a_command_that_clears_its_environment_is_ended_too(world, tmp_pat
 
 def test_steer_run_under_nohup_and_its_command_outlive_the_terminal(world, tmp_path):
     one = world.stadi()
-    os.mkfifo(tmp_path / "gate")
-    run = command(one, "run", "--", "sh", "-c", f"echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate",
-                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    run = gated_run(one, tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     pid = pid_in(tmp_path / "pid")
     run.send_signal(signal.SIGHUP)
     os.kill(pid, signal.SIGHUP)
@@ -14334,8 +14336,7 @@ def test_steer_no_bytes_of_a_command_line_break_the_status(world):
 
 def test_steer_a_lease_survives_a_restart_of_stadi_and_comes_before_all(world, tmp_path):
     one = world.stadi()
-    os.mkfifo(tmp_path / "gate")
-    run = command(one, "run", "--", "sh", "-c", f"echo $$ > {tmp_path}/pid; read _ < {tmp_path}/gate")
+    run = gated_run(one, tmp_path)
     pid = pid_in(tmp_path / "pid")
     lent(world)
     one.stop()
